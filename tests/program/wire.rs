@@ -89,3 +89,24 @@ fn a_pipe_in_place_of_a_library_is_refused() {
     let why = text(&output.stderr);
     assert!(output.status.code() == Some(1) && why.contains("libfabric.so cannot be opened: it is no file"), "{why}");
 }
+
+#[test]
+fn a_follower_that_is_killed_is_named() {
+    let Some(library) = double::efa() else { return };
+    let mut wire = command("wire --transport libfabric:efa --pairs 1000 --slice-ms 5");
+    let leader = wire.env(VARIABLE, library).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let children = format!("/proc/{0}/task/{0}/children", leader.id());
+    let begun = Instant::now();
+    let follower = loop {
+        let found = std::fs::read_to_string(&children).unwrap();
+        if let Ok(follower) = found.trim().parse() {
+            break nix::unistd::Pid::from_raw(follower);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "it started no follower");
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    nix::sys::signal::kill(follower, nix::sys::signal::Signal::SIGKILL).unwrap();
+    let output = ended(leader);
+    let why = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && why.contains("the follower ended with signal: 9"), "{why}");
+}

@@ -16,9 +16,10 @@ mod slices;
 mod ways;
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::ChildStdout;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ChildStdout, ExitStatus};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use core_affinity::CoreId;
 use serde::Serialize;
@@ -48,6 +49,12 @@ const ROWS: [(&str, Row); 4] = [
 ];
 /// Time that the follower may take to open its endpoints.
 const OPENING: Duration = Duration::from_secs(30);
+/// Time that the follower may take to close its endpoints.
+const CLOSING: Duration = Duration::from_secs(30);
+/// Time in which a follower that was the reason of an error has ended.
+const DYING: Duration = Duration::from_millis(200);
+/// Time between two looks at the follower.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
 /// Bars of the ratios, own by bare.
 const LATENCY: Bar = Bar::AtMost(1.15);
 const RATE: Bar = Bar::AtLeast(0.90);
@@ -171,13 +178,31 @@ fn with_follower(
         Ok(theirs)
     };
     let rows = lead(args, network, exchange).map_err(|error| error.to_string());
-    if rows.is_err() {
-        // It may wait for this process.
-        let _ = child.kill();
+    // After an error it may wait for this process.
+    let ended = end_within(&mut child, if rows.is_ok() { CLOSING } else { DYING });
+    match (rows, ended.map_err(|error| format!("the follower cannot be waited for ({error})"))?) {
+        (Ok(rows), Some(status)) if status.success() => Ok(rows),
+        (Ok(_), Some(status)) => Err(format!("the follower ended with {status}")),
+        (Ok(_), None) => Err(format!("the follower did not end within {CLOSING:?} and was killed")),
+        // Its own errors it prints itself.
+        (Err(sentence), Some(status)) if status.signal().is_some() => {
+            Err(format!("{sentence}; the follower ended with {status}"))
+        }
+        (Err(sentence), _) => Err(sentence),
     }
-    let ended = child.wait().map_err(|error| format!("the follower cannot be waited for ({error})"));
-    let (rows, status) = (rows?, ended?);
-    if status.success() { Ok(rows) } else { Err(format!("the follower ended with {status}")) }
+}
+
+/// The status of a process that ends within that time; any other is killed.
+fn end_within(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let begun = Instant::now();
+    while begun.elapsed() < limit {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        std::thread::sleep(CHECK_EVERY);
+    }
+    child.kill()?;
+    child.wait().map(|_| None)
 }
 
 /// The exchange of a follower that the leader started.
