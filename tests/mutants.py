@@ -649,7 +649,9 @@ class Worker:
                 return name if hangs_are_caught else "", f"{name}: hung for {limit} s"
             if result.returncode != 0:
                 lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-                return name, (lines[-1] if lines else f"exit status {result.returncode}")
+                # Of test programs: what panicked, with the line behind it.
+                panics = [" ".join(lines[at:at + 2]) for at, line in enumerate(lines) if " panicked at " in line]
+                return name, (panics or lines[-1:] or [f"exit status {result.returncode}"])[0]
             if command[0] == "cargo" and not re.search(r"\b[1-9]\d* passed", result.stdout):
                 return "", f"{name}: no test ran"
         return None
