@@ -28,7 +28,7 @@ const fn setting(name: &'static str, one: Change) -> Setting {
     Setting { name, all: |b| b, one }
 }
 
-const SETTINGS: [Setting; 17] = [
+const SETTINGS: [Setting; 18] = [
     setting("chunk_rows", |b| b.tuning(|t| t.chunk_rows = Some(3))),
     setting("double_buffer_bytes", |b| b.tuning(|t| t.double_buffer_bytes = 0)),
     setting("ll_tokens", |b| b.tuning(|t| t.ll_tokens = Some(1))),
@@ -41,6 +41,7 @@ const SETTINGS: [Setting; 17] = [
     setting("hidden", |b| b.hidden(128)),
     setting("experts", |b| b.experts(2 * EXPERTS)),
     setting("top_k", |b| b.top_k(1)),
+    setting("duplicates", |b| b.tuning(|t| t.duplicates = true)),
     setting("max_tokens", |b| b.max_tokens_per_rank(8)),
     setting("round_tokens", |b| b.tuning(|t| t.round_tokens = Some(1))),
     setting("dtype", |b| b.format(RowFormat::FP16)),
