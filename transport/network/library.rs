@@ -4,7 +4,7 @@
 //! library is opened once a process and path and never closed: its threads and its functions' addresses
 //! outlive every user.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, quoted};
 use std::ffi::{CStr, CString, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -40,17 +40,21 @@ impl Opened {
     /// # Errors
     /// `Transport` with the loader's reason.
     pub(super) fn at(path: &Path, advice: &'static str) -> Result<Opened> {
+        let closed = |why: &str| {
+            let (path, why) = (quoted(path.as_os_str().as_bytes()), quoted(why.as_bytes()));
+            Error::transport(format!("{path} cannot be opened: {why}"), advice)
+        };
         let name = CString::new(path.as_os_str().as_bytes());
         let name = name.map_err(|_| Error::transport(format!("{path:?} is no path of a library"), advice))?;
         // The loader would wait for the writer of a pipe.
         let piped = |about: std::fs::Metadata| !about.is_file() && !about.is_dir();
         if name.as_bytes().contains(&b'/') && std::fs::metadata(path).is_ok_and(piped) {
-            return Err(Error::transport(format!("{} cannot be opened: it is no file", path.display()), advice));
+            return Err(closed("it is no file"));
         }
         // SAFETY: a C string; initialisers run that the caller asked for by the library's name.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            return Err(Error::transport(format!("{} cannot be opened: {}", path.display(), reason()), advice));
+            return Err(closed(&reason()));
         }
         Ok(Opened { handle, path: path.to_owned(), advice })
     }
@@ -67,8 +71,10 @@ impl Opened {
     /// # Errors
     /// `Transport` that names the function, if the library lacks it.
     pub(super) fn function(&self, name: &CStr) -> Result<*mut c_void> {
-        let lack =
-            || Error::transport(format!("{} has no {}", self.path.display(), name.to_string_lossy()), self.advice);
+        let lack = || {
+            let path = quoted(self.path.as_os_str().as_bytes());
+            Error::transport(format!("{path} has no {}", name.to_string_lossy()), self.advice)
+        };
         self.optional(name).ok_or_else(lack)
     }
 

@@ -46,3 +46,12 @@ fn a_function_is_found_and_the_file_that_has_it() {
     let error = library.function(c"absent").unwrap_err().to_string();
     assert!(error.contains("has no absent") && error.ends_with("advice"), "{error}");
 }
+
+#[test]
+fn paths_and_the_loaders_reasons_are_shown_in_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let odd = folder.path().join("odd\x1b[31m\r\nname");
+    let why = Opened::at(&odd, "advice").unwrap_err().to_string();
+    assert_eq!(why.matches("odd\\u{1b}[31m\\r\\nname").count(), 2, "{why}");
+    assert!(why.contains(" cannot be opened: ") && !why.contains(char::is_control), "{why}");
+}
