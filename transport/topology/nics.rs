@@ -190,18 +190,20 @@ fn best_make(machine: &Machine, nics: &[PciAddress]) -> Option<Make> {
 pub(super) fn deal(machine: &Machine, nics: &[PciAddress]) -> BTreeMap<PciAddress, (NicsFrom, Vec<PciAddress>)> {
     let gpus: Vec<PciAddress> =
         machine.devices().iter().filter(|(_, device)| device.is_gpu()).map(|(&gpu, _)| gpu).collect();
-    let nearest = |of: PciAddress, others: &[PciAddress]| {
-        let below: BTreeSet<Above> = others.iter().flat_map(|&other| machine.above(other)).collect();
-        machine.above(of).into_iter().find(|above| below.contains(above))
+    let above = |these: &[PciAddress]| these.iter().flat_map(|&this| machine.above(this)).collect::<BTreeSet<Above>>();
+    let (above_nics, above_gpus) = (above(nics), above(&gpus));
+    let nearest = |of: PciAddress, above_others: &BTreeSet<Above>| {
+        machine.above(of).into_iter().find(|above| above_others.contains(above))
     };
     let node = |of: &PciAddress| machine.devices().get(of).and_then(|device| machine.node_of(device));
+    let nodes: BTreeSet<u32> = nics.iter().filter_map(node).collect();
     let mut places: BTreeMap<NicsFrom, Vec<PciAddress>> = BTreeMap::new();
     for &gpu in &gpus {
         let by_node = || {
             let own = node(&gpu)?;
-            nics.iter().any(|nic| node(nic) == Some(own)).then_some(NicsFrom::Node(own))
+            nodes.contains(&own).then_some(NicsFrom::Node(own))
         };
-        let place = match nearest(gpu, nics) {
+        let place = match nearest(gpu, &above_nics) {
             Some(Above::Bridge(bridge)) => NicsFrom::Bridge(bridge),
             Some(Above::Root(bus)) => NicsFrom::Root(bus),
             None => by_node().unwrap_or(if nics.is_empty() { NicsFrom::Nowhere } else { NicsFrom::Any }),
@@ -222,7 +224,7 @@ pub(super) fn deal(machine: &Machine, nics: &[PciAddress]) -> BTreeMap<PciAddres
         };
         let all: Vec<PciAddress> = nics.iter().filter(here).copied().collect();
         // NICs that are nearer to other GPUs are left to these, if there are others here.
-        let own: Vec<PciAddress> = all.iter().copied().filter(|&nic| nearest(nic, &gpus) == above).collect();
+        let own: Vec<PciAddress> = all.iter().copied().filter(|&nic| nearest(nic, &above_gpus) == above).collect();
         let pool = if own.is_empty() { all } else { own };
         for (at, &gpu) in sharers.iter().enumerate() {
             dealt.insert(gpu, (place, part(&pool, sharers.len(), at)));

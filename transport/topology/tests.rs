@@ -5,6 +5,7 @@ use std::fmt::Write;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Recorded machines.
 const TREES: [&str; 9] = ["p5", "p5en", "p6-b200", "p4d", "g6", "hgx-h100", "gb200", "vm", "nd-h100-v5"];
@@ -282,6 +283,23 @@ fn devices_and_bridges_are_limited() {
     let deepest = PciAddress::parse(&format!("0000:{MAX_DEPTH:02x}:00.0")).unwrap();
     assert_eq!(nested(MAX_DEPTH).unwrap().above(deepest).len(), MAX_DEPTH + 1);
     assert!(nested(MAX_DEPTH + 1).unwrap_err().contains("under more than 32 bridges"));
+}
+
+#[test]
+fn records_of_thousands_of_devices_are_decided_soon() {
+    let start = Instant::now();
+    let mut lines = String::from("allowed 0-3\n");
+    for at in 0..MAX_DEPTH - 1 {
+        let under = at.checked_sub(1).map_or(String::new(), |at| format!(" under=0000:{at:02x}:00.0"));
+        writeln!(lines, "pci 0000:{at:02x}:00.0 0604 1000:c030{under}").unwrap();
+    }
+    for at in 0..2000 {
+        let under = format!("under=0000:{:02x}:00.0", MAX_DEPTH - 2);
+        writeln!(lines, "pci {:04x}:00:00.0 0302 10de:2330 {under}", 1 + at).unwrap();
+        writeln!(lines, "pci {:04x}:01:00.0 0207 15b3:1021 {under} rdma=mlx5_{at}", 1 + at).unwrap();
+    }
+    assert_eq!(nics(&chosen(&parsed(&lines)))[1999], "mlx5_1999");
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 #[test]
