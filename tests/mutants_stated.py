@@ -541,7 +541,7 @@ GROUPS = [
         ("messages of strangers taken", "transport/network/libfabric/mod.rs",
          "to == self.key && peer.key == from", "to == self.key && (peer.key == from || from != 0)"),
         ("an owner that did not poll cuts peers off", "transport/network/libfabric/mod.rs",
-         "self.revocations.is_leaving(region) && now_ns", "!self.revocations.is_leaving(region) && now_ns"),
+         "self.revocations.is_leaving(region) { self.polled_ns }", "self.revocations.is_leaving(region) { coarse_now_ns() }"),
         ("names of another family taken", "transport/network/libfabric/lane.rs",
          "name.len() == own.len() && name.get(..2) == own.get(..2)", "name.len() == own.len()"),
         ("an answer waited for for ever", "transport/network/libfabric/mod.rs", "let_go_ns.saturating_mul(DOUBT)", "u64::MAX"),

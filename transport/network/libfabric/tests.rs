@@ -226,3 +226,25 @@ fn a_region_is_let_go_of_once_writes_to_it_have_completed() {
     }
     assert!(dropped);
 }
+
+#[test]
+fn an_owner_that_asks_long_after_each_poll_gets_its_region_back() {
+    let Some([mut own, mut peer]) = endpoints() else { return };
+    let memory = [0u64; 8];
+    // SAFETY: nobody writes there.
+    let mut register = || unsafe { own.register(Span::host(memory.as_ptr() as u64, 64)) }.unwrap();
+    let regions = [register(), register()];
+    join(&mut own, &mut peer);
+    join(&mut peer, &mut own);
+    for (region, answers) in regions.into_iter().zip([true, false]) {
+        let start = Instant::now();
+        while own.deregister(region) == Ok(Released::Busy) {
+            assert!(start.elapsed() < PATIENCE, "a region is not taken back from a peer, which answers: {answers}");
+            own.poll(&mut |_| {}).unwrap();
+            if answers {
+                peer.poll(&mut |_| {}).unwrap();
+            }
+            std::thread::sleep(own.config.let_go / 5);
+        }
+    }
+}
