@@ -542,6 +542,8 @@ GROUPS = [
          "to == self.key && peer.key == from", "to == self.key && (peer.key == from || from != 0)"),
         ("an owner that did not poll cuts peers off", "transport/network/libfabric/mod.rs",
          "self.revocations.is_leaving(region) { self.polled_ns }", "self.revocations.is_leaving(region) { coarse_now_ns() }"),
+        ("peers that are gone keep all room for messages", "transport/network/libfabric/mod.rs",
+         "let most = sends.share(peers.len(), PEER_MESSAGES);", "let most = PEER_MESSAGES;"),
         ("names of another family taken", "transport/network/libfabric/lane.rs",
          "name.len() == own.len() && name.get(..2) == own.get(..2)", "name.len() == own.len()"),
         ("an answer waited for for ever", "transport/network/libfabric/mod.rs", "let_go_ns.saturating_mul(DOUBT)", "u64::MAX"),

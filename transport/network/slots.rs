@@ -22,6 +22,13 @@ impl<T> Slots<T> {
         Some(number)
     }
 
+    /// How many numbers one of so many owners may have: `most` while half of all are free. Behind that owners share this
+    /// half alike, so that those who never end theirs hold nobody else up.
+    pub fn share(&self, owners: usize, most: usize) -> usize {
+        let half = self.flying.len() / 2;
+        if self.free.len() > half { most } else { most.min((half / owners.max(1)).max(1)) }
+    }
+
     pub fn get(&self, number: u32) -> Option<&T> {
         self.flying.get(number as usize)?.as_ref()
     }
@@ -59,5 +66,25 @@ mod tests {
             (Some('b'), Some('b'), None, None)
         );
         assert_eq!((slots.take('d'), slots.flying().collect::<Vec<_>>()), (Some(1), vec![(0, &'a'), (1, &'d')]));
+    }
+
+    #[test]
+    fn owners_who_end_nothing_leave_numbers_for_all_others() {
+        for (count, owners) in [(1024, 511), (1024, 70), (1024, 3), (256, 100)] {
+            let mut slots = Slots::new(count);
+            let mut held = vec![0; owners];
+            // All but the last take what they get.
+            for _ in 0..20 {
+                for held in &mut held[1..] {
+                    if *held < slots.share(owners, 16) && slots.take(()).is_some() {
+                        *held += 1;
+                    }
+                }
+            }
+            assert!(held[1..].iter().all(|held| *held > 0), "{owners} owners of {count}: {held:?}");
+            assert!(slots.share(owners, 16) > 0 && slots.take(()).is_some(), "{owners} owners of {count}");
+        }
+        let slots: Slots<()> = Slots::new(8);
+        assert_eq!([slots.share(1, 16), slots.share(100, 16)], [16; 2], "while there is room, as many as they want");
     }
 }

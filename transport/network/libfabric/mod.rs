@@ -360,8 +360,9 @@ impl LibfabricEndpoint {
     /// Takes a message for a peer; false if there is no room.
     fn enqueue(&mut self, rank: Rank, content: Content<'_>) -> bool {
         let LibfabricEndpoint { peers, sends, mute, slab, .. } = self;
+        let most = sends.share(peers.len(), PEER_MESSAGES);
         let Some(peer) = peers.get_mut(&rank) else { return true };
-        let Some(count) = peer.number(PEER_MESSAGES) else { return false };
+        let Some(count) = peer.number(most) else { return false };
         let send = Send { peer: rank, channel: peer.channel, bytes: 0, number: count, failed: 0 };
         let Some(number) = sends.take(send) else {
             peer.ended(count);

@@ -248,3 +248,27 @@ fn an_owner_that_asks_long_after_each_poll_gets_its_region_back() {
         }
     }
 }
+
+#[test]
+fn messages_to_peers_that_are_gone_leave_room_for_others() {
+    let Some([mut own, mut gone, mut peer]) = endpoints() else { return };
+    let address = Address::decode(&gone.address(Rank(0)).unwrap()).unwrap();
+    drop(gone);
+    join(&mut own, &mut peer);
+    join(&mut peer, &mut own);
+    let others = (3..3 + MESSAGES / PEER_MESSAGES as u32 + 6).map(Rank);
+    for rank in others.clone() {
+        let address = Address { rank, key: u64::from(rank.0), ..address.clone() };
+        own.connect(rank, &address.encode()).unwrap();
+    }
+    let (mut sent, mut come, start) = (false, false, Instant::now());
+    while !come {
+        assert!(start.elapsed() < PATIENCE, "no message; sent: {sent}");
+        for rank in others.clone() {
+            while own.send(rank, b"lost") == Ok(Posted::Accepted) {}
+        }
+        sent = sent || own.send(Rank(2), b"hello") == Ok(Posted::Accepted);
+        own.poll(&mut |_| {}).unwrap();
+        peer.poll(&mut |event| come |= matches!(event, Event::Message { .. })).unwrap();
+    }
+}

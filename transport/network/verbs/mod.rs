@@ -344,10 +344,11 @@ impl VerbsEndpoint {
     /// Takes a message for a peer; false if there is no room.
     fn enqueue(&mut self, rank: Rank, content: Content<'_>) -> bool {
         let VerbsEndpoint { peers, messages, mute, slab, .. } = self;
+        let most = messages.share(peers.len(), PEER_MESSAGES as usize);
         let Some(peer) = peers.get_mut(&rank) else { return true };
         let Some(key) = peer.remote.as_ref().map(|remote| remote.key) else { return true };
         let channel = &mut peer.messages;
-        if channel.posted.len() + channel.unsent.len() >= PEER_MESSAGES as usize {
+        if channel.posted.len() + channel.unsent.len() >= most {
             return false;
         }
         // Peers that are gone must not hold all room for messages; notices are few.
