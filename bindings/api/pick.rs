@@ -19,7 +19,9 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
-    let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0;
+    // Tokens that name an expert several times are general.
+    let once = args.context.bitmap_planes == 1;
+    let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0 && once;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let kernel = match args.output.layout {
         raw::TY_LAYOUT_CONTIGUOUS if quantizes => {
@@ -83,7 +85,6 @@ fn is_specialised(context: &raw::ty_context, phases: u32) -> bool {
         && context.even_experts != 0
         && context.stats == 0
         && context.rank_names == 0
-        && context.bitmap_planes == 1
 }
 
 /// The choice for this world: one node, or several.
@@ -113,7 +114,6 @@ mod tests {
             raw::ty_context { even_experts: 0, ..specialised },
             raw::ty_context { stats: 64, ..specialised },
             raw::ty_context { rank_names: 64, ..specialised },
-            raw::ty_context { bitmap_planes: 4, ..specialised },
         ];
         let both = |context| {
             let of_dispatch = raw::ty_dispatch_args { context, phases: BOTH_PHASES, ..Default::default() };
@@ -126,6 +126,8 @@ mod tests {
         for (i, context) in spoilt.into_iter().enumerate() {
             assert_eq!(both(context), ("ty_dispatch", "ty_combine_bf16"), "{i}");
         }
+        let repeated = raw::ty_context { bitmap_planes: 4, ..specialised };
+        assert_eq!(both(repeated), ("ty_dispatch", "ty_combine_specialised"), "combine sees choices alone");
     }
 
     #[test]
