@@ -22,8 +22,8 @@ impl<T> Slots<T> {
         Some(number)
     }
 
-    /// How many numbers one of so many owners may have: `most` while half of all are free. Behind that owners share this
-    /// half alike, so that those who never end theirs hold nobody else up.
+    /// How many numbers one of so many owners may have: `most` while half of all are free. Behind that owners share
+    /// this half alike, so that those who never end theirs hold nobody else up.
     pub fn share(&self, owners: usize, most: usize) -> usize {
         let half = self.flying.len() / 2;
         if self.free.len() > half { most } else { most.min((half / owners.max(1)).max(1)) }
