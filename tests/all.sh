@@ -62,6 +62,9 @@ header() {
   return 1
 }
 
+# Makes the VM, and looks whether it runs here.
+boots() { env -u TOKENYARD_STRICT tests/verbs/vm.sh --setup && env -u TOKENYARD_STRICT tests/verbs/vm.sh true; }
+
 setup() {
   say "setup"
   need cargo cargo
@@ -71,7 +74,7 @@ setup() {
   want "libfabric and its headers" header /usr/include/rdma/fabric.h libfabric-dev
   want "libibverbs and its headers" header /usr/include/infiniband/mlx5dv.h libibverbs-dev
   # QEMU and a kernel with soft-RoCE, in which the network over verbs is tested. What lacks is printed there.
-  want "the VM with soft-RoCE" env -u TOKENYARD_STRICT tests/verbs/vm.sh --setup
+  want "the VM with soft-RoCE" boots
   if [ ! -x .venv/bin/pip ]; then
     python3 -m venv .venv 2>/dev/null || { need pip3 python3-venv; python3 -m venv .venv; }
   fi
