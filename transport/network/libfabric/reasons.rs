@@ -1,6 +1,7 @@
 //! Why writes fail, in terms that all networks share.
 
 use super::libfabric_sys::*;
+use crate::transport::network::verbs::reason_of_status;
 use crate::transport::network::{Failure, Reason};
 use std::ffi::c_int;
 
@@ -40,16 +41,9 @@ pub(super) fn of_efa(status: c_int) -> Failure {
     Failure { reason, code: status.unsigned_abs() }
 }
 
-/// The failure of a status of a completion over verbs. Source: `ibv_wc_status` of infiniband/verbs.h, ibv_poll_cq(3).
+/// The failure of a status of a completion over verbs.
 pub(super) fn of_verbs(status: c_int) -> Failure {
-    let reason = match status {
-        5 => Reason::Flushed,
-        1 | 2 | 4 | 8 => Reason::Local,
-        9..=11 => Reason::RemoteAccess,
-        12 | 16 | 20 => Reason::Unreachable,
-        13 => Reason::NotReady,
-        _ => Reason::Other,
-    };
+    let reason = reason_of_status(status.unsigned_abs());
     Failure { reason, code: status.unsigned_abs() }
 }
 

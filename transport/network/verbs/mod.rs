@@ -44,6 +44,7 @@ mod resumption;
 
 pub use bare::Bare;
 pub use config::VerbsConfig;
+pub(super) use reasons::reason_of_status;
 
 use self::address::{Address, Port};
 use self::connect::unusable;

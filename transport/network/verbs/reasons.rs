@@ -18,18 +18,21 @@ pub(super) fn is_final(status: ibv_wc_status) -> bool {
     )
 }
 
-/// The failure of a completion's status. Its code has the status in the low 8 bits, the vendor's number above.
-/// Source: ibv_poll_cq(3) and the InfiniBand specification, 11.6.2.
-pub(super) fn failure(status: ibv_wc_status, vendor: u32) -> Failure {
-    let reason = match status {
+/// What a completion's status means. Source: ibv_poll_cq(3) and the InfiniBand specification, 11.6.2.
+pub(in crate::transport::network) fn reason_of_status(status: ibv_wc_status) -> Reason {
+    match status {
         IBV_WC_WR_FLUSH_ERR => Reason::Flushed,
         IBV_WC_RETRY_EXC_ERR | IBV_WC_REM_ABORT_ERR | IBV_WC_RESP_TIMEOUT_ERR => Reason::Unreachable,
         IBV_WC_RNR_RETRY_EXC_ERR => Reason::NotReady,
         IBV_WC_REM_INV_REQ_ERR | IBV_WC_REM_ACCESS_ERR | IBV_WC_REM_OP_ERR => Reason::RemoteAccess,
         IBV_WC_LOC_LEN_ERR | IBV_WC_LOC_QP_OP_ERR | IBV_WC_LOC_PROT_ERR | IBV_WC_LOC_ACCESS_ERR => Reason::Local,
         _ => Reason::Other,
-    };
-    Failure { reason, code: (status & 0xff) | vendor << 8 }
+    }
+}
+
+/// The failure of a completion's status. Its code has the status in the low 8 bits, the vendor's number above.
+pub(super) fn failure(status: ibv_wc_status, vendor: u32) -> Failure {
+    Failure { reason: reason_of_status(status), code: (status & 0xff) | vendor << 8 }
 }
 
 #[cfg(test)]
