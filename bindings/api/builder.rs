@@ -1,7 +1,7 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
-use super::placement::{MAX_EXPERTS, Placement};
+use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
 use super::shape::{FEW_BLOCKS, Shape, Weights};
 use super::sms::{Traffic, sms_available, sms_of};
@@ -68,7 +68,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Experts of the layer, over all ranks: 1 to 2^20. Mandatory.
+    /// Experts of the layer, over all ranks: 1 to 2^20. Where experts have [replicas](Placement::replicas), each replica
+    /// counts. Mandatory.
     pub fn experts(mut self, experts: usize) -> Self {
         self.experts = experts;
         self
@@ -208,7 +209,8 @@ impl AllToAllBuilder {
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;
         // Rows of an expert from a rank are numbered with 20 bits.
-        let (names, rows) = if self.tuning.duplicates { (usize::MAX, self.top_k) } else { (self.experts, 1) };
+        let experts = self.placement.as_ref().map_or(self.experts, |placement| placement.logical_experts());
+        let (names, rows) = if self.tuning.duplicates { (usize::MAX, self.top_k) } else { (experts, 1) };
         within("top_k", self.top_k, 1, names.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize / rows, "tokens a rank")?;
         within("handles", self.tuning.handles, 1, 1024, "handles")
@@ -264,6 +266,7 @@ impl AllToAllBuilder {
             let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
             return Err(Error::config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
         }
+        self.check_replica_table(&placement)?;
         let most = placement.max_local_experts();
         let advice = if most > raw::TY_MAX_LOCAL_EXPERTS as usize {
             format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS)
@@ -275,6 +278,25 @@ impl AllToAllBuilder {
         Err(Error::config("placement", format!("{most} experts on a rank"), advice))
     }
 
+    fn check_replica_table(&self, placement: &Placement) -> Result<()> {
+        let Some(table) = &self.tuning.replica_table else { return Ok(()) };
+        let logical = placement.logical_experts();
+        let slots = table.len() / logical;
+        if slots * logical != table.len() || !slots.is_power_of_two() || slots > MAX_REPLICA_SLOTS {
+            let advice =
+                format!("give a power of two, at most {MAX_REPLICA_SLOTS}, for each of {logical} logical experts");
+            return Err(Error::config("replica_table", format!("{} entries", table.len()), advice));
+        }
+        let wrong = table
+            .iter()
+            .zip(0..)
+            .find(|(expert, at)| placement.logical_of(**expert as usize) != Some((at / slots) as u32));
+        wrong.map_or(Ok(()), |(expert, at)| {
+            let advice = format!("entry {at} must be a replica of logical expert {}", at / slots);
+            Err(Error::config("replica_table", format!("expert {expert}"), advice))
+        })
+    }
+
     fn shape(&self, nodes: Nodes, placement: &Placement) -> Shape {
         let name = self.world.original(self.world.rank());
         let network = self.proxy.as_ref().filter(|_| nodes.members().len() > 1);
@@ -282,6 +304,8 @@ impl AllToAllBuilder {
         Shape {
             rank: self.world.rank().index(),
             ranks: self.world.size(),
+            first_ranks: self.world.first_size(),
+            rank_without_experts: (0..placement.ranks()).find(|rank| placement.local_experts(*rank).is_empty()),
             name,
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),

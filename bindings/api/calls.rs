@@ -15,6 +15,11 @@ pub enum IndexType {
     I32,
     /// 64-bit signed.
     I64,
+    /// No experts: a byte for each rank of the first generation, `[tokens, ranks]`, which is not 0 where the token goes
+    /// to that rank, as one row for the rank's first expert. For contexts in which each rank holds an expert and
+    /// `top_k` is at least the number of ranks (so at most 32 ranks). Weights are `[tokens, ranks]`, too, if they come
+    /// with dispatch; in [`token_experts`](Output::token_experts) and in combine, choice k is rank k.
+    Ranks,
 }
 
 impl IndexType {
@@ -23,6 +28,7 @@ impl IndexType {
         match self {
             IndexType::I32 => 4,
             IndexType::I64 => 8,
+            IndexType::Ranks => 1,
         }
     }
 }
@@ -34,6 +40,40 @@ pub enum TokenCount {
     Host(usize),
     /// An int32 in device memory, read when the kernel runs. The views of tokens need room for `max_tokens_per_rank`.
     Device(View),
+}
+
+/// Where elements `[tokens, choices]` lie, if not one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strides {
+    /// Bytes from one token to the next; a multiple of the element's size, below 2^32. 0: the tokens share their
+    /// elements.
+    pub token_bytes: usize,
+    /// Bytes from one choice of a token to the next, likewise.
+    pub choice_bytes: usize,
+}
+
+impl Strides {
+    /// Elements of `size` bytes without gaps, `choices` for each token.
+    fn packed(size: usize, choices: usize) -> Strides {
+        Strides { token_bytes: choices.saturating_mul(size), choice_bytes: size }
+    }
+
+    /// Bytes from the first to the last of `tokens` times `choices` elements of `size` bytes; `None` beyond 64 bits.
+    fn span(self, size: usize, tokens: usize, choices: usize) -> Option<usize> {
+        let (Some(last), Some(choice)) = (tokens.checked_sub(1), choices.checked_sub(1)) else { return Some(0) };
+        let ends = last.checked_mul(self.token_bytes)?.checked_add(choice.checked_mul(self.choice_bytes)?)?;
+        ends.checked_add(size)
+    }
+
+    /// As kernels take them: token to token, choice to choice.
+    fn words(self, name: &'static str, size: usize) -> Result<[u32; 2]> {
+        let word = |bytes: usize| {
+            let fits = u32::try_from(bytes).ok().filter(|_| bytes.is_multiple_of(size));
+            let advice = || format!("use multiples of {size}, the size of an element, below 2^32");
+            fits.ok_or_else(|| Error::argument(name, format!("{bytes} bytes"), advice()))
+        };
+        Ok([word(self.token_bytes)?, word(self.choice_bytes)?])
+    }
 }
 
 /// Scales of the input rows: 4-byte words, fp32 or four UE8M0 exponents each.
@@ -75,14 +115,18 @@ pub struct Tokens {
     pub quantize: Option<bool>,
     /// Scales, if the context's rows have scales and dispatch does not quantise.
     pub scales: Option<ScaleView>,
-    /// Experts of each token, `[tokens, top_k]`; -1 for none. If a token names an expert twice, or an expert that does
-    /// not exist, the dispatch sends no tokens and ends in [`Routing`](crate::Error::Routing), which
-    /// [`check`](super::AllToAll::check) returns.
+    /// Experts of each token, `[tokens, top_k]`; -1 for none. Where experts have [replicas](super::Placement::replicas)
+    /// they are logical experts. If a token names an expert twice, or an expert that does not exist, the dispatch sends
+    /// no tokens and ends in [`Routing`](crate::Error::Routing), which [`check`](super::AllToAll::check) returns.
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
+    /// Where the indices lie. `None`: without gaps.
+    pub topk_idx_strides: Option<Strides>,
     /// Weights, fp32 `[tokens, top_k]`, if the context's weights come with dispatch.
     pub topk_weight: Option<View>,
+    /// Where the weights lie. `None`: without gaps.
+    pub topk_weight_strides: Option<Strides>,
     /// Number of tokens.
     pub count: TokenCount,
 }
@@ -266,7 +310,9 @@ impl Tokens {
             scales: None,
             topk_idx,
             index_type: IndexType::I32,
+            topk_idx_strides: None,
             topk_weight: None,
+            topk_weight_strides: None,
             count,
         }
     }
@@ -314,6 +360,16 @@ impl Tokens {
     /// Sets [`topk_weight`](#structfield.topk_weight).
     pub fn topk_weight(self, topk_weight: impl Into<Option<View>>) -> Tokens {
         Tokens { topk_weight: topk_weight.into(), ..self }
+    }
+
+    /// Sets [`topk_idx_strides`](#structfield.topk_idx_strides).
+    pub fn topk_idx_strides(self, strides: impl Into<Option<Strides>>) -> Tokens {
+        Tokens { topk_idx_strides: strides.into(), ..self }
+    }
+
+    /// Sets [`topk_weight_strides`](#structfield.topk_weight_strides).
+    pub fn topk_weight_strides(self, strides: impl Into<Option<Strides>>) -> Tokens {
+        Tokens { topk_weight_strides: strides.into(), ..self }
     }
 
     /// Sets [`count`](#structfield.count).
@@ -628,18 +684,23 @@ impl Tokens {
     pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
         let shape = needs.shape;
         let room = self.room(shape)?;
-        let choices = room.checked_mul(shape.top_k);
+        let choices = self.choices(shape)?;
         self.check_kind(shape)?;
         let pitch = self.pitch_bytes.unwrap_or(shape.input_row_bytes());
         needs.need("x", &self.x, rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)?;
         let index_bytes = self.index_type.bytes();
-        needs.need("topk_idx", &self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
+        let indices = self.topk_idx_strides.unwrap_or(Strides::packed(index_bytes, choices));
+        let [index_pitch, index_stride] = indices.words("topk_idx_strides", index_bytes)?;
+        let span = indices.span(index_bytes, room, choices);
+        needs.need("topk_idx", &self.topk_idx, span, index_bytes as u64)?;
+        let weighed = self.topk_weight_strides.unwrap_or(Strides::packed(4, choices));
+        let [weight_pitch, weight_stride] = weighed.words("topk_weight_strides", 4)?;
         let weights = needs.need_if(
             "topk_weight",
             shape.weights_with_dispatch(),
             shape.weights_sentence(),
             self.topk_weight.as_ref(),
-            choices.and_then(|n| n.checked_mul(4)),
+            weighed.span(4, room, choices),
         )?;
         let (count, count_ptr) = match &self.count {
             TokenCount::Host(count) => (*count as u32, 0),
@@ -658,8 +719,31 @@ impl Tokens {
             index_bytes: index_bytes as u32,
             scale_column_stride: scales
                 .map_or(Ok(0), |s| stride("col_stride_bytes of scales", s.col_stride_bytes / 4))?,
-            reserved: 0,
+            choices: choices as u32,
+            index_pitch,
+            index_stride,
+            weight_pitch,
+            weight_stride,
         })
+    }
+
+    /// Choices of each token: columns of indices and weights.
+    fn choices(&self, shape: &Shape) -> Result<usize> {
+        if self.index_type != IndexType::Ranks {
+            return Ok(shape.top_k);
+        }
+        let columns = shape.first_ranks;
+        let why = if columns > shape.top_k {
+            format!(
+                "{columns} ranks are more than the top_k {} of this context; build it with a larger one",
+                shape.top_k
+            )
+        } else if let Some(rank) = shape.rank_without_experts {
+            format!("rank {rank} holds no expert in this context; place one there")
+        } else {
+            return Ok(columns);
+        };
+        Err(Error::argument("index_type", "Ranks", why))
     }
 
     fn check_scales(&self, needs: &mut Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {

@@ -13,7 +13,8 @@ use super::shape::Shape;
 use super::sms::sms_of;
 use super::statistics::Statistics;
 use super::tables::{
-    even_experts, expert_owner_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words,
+    even_experts, expert_owner_words, first_experts, inverse, nobody_left, owner_words, pack_words, reciprocal,
+    state_words,
 };
 use super::tuning::ArenaPlace;
 use crate::base::{Error, Rank, Result};
@@ -58,6 +59,11 @@ pub struct Local {
 pub struct Tables {
     state: DeviceBuffer,
     expert_owner: DeviceBuffer,
+    /// `ty_context.replicas`, if experts have any, and how many bits its slots have.
+    replicas: Option<DeviceBuffer>,
+    replica_bits: u32,
+    logical_experts: usize,
+    rank_experts: DeviceBuffer,
     even_experts: u32,
     tiling: Tiling,
     /// Tags of tiles, then their rows.
@@ -128,9 +134,15 @@ impl Local {
         let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
         let blocks = sms_of(builder.sms, shape, &device, builder.proxy.as_ref());
         let tiling = Tiling::of(builder, shape);
+        let replicas = replicas_of_source(builder, shape, placement);
+        let slots = replicas.len() / placement.logical_experts().max(1);
         let tables = Tables {
             state: upload(&device, &state_words(builder.tuning.first_epoch, blocks))?,
             expert_owner: upload(&device, &expert_owner_words(placement, &shape.nodes))?,
+            replicas: (!replicas.is_empty()).then(|| upload(&device, &pack_words(&replicas))).transpose()?,
+            replica_bits: slots.checked_ilog2().unwrap_or(0),
+            logical_experts: placement.logical_experts(),
+            rank_experts: upload(&device, &pack_words(&first_experts(placement)))?,
             even_experts: even_experts(placement, &shape.nodes),
             tiling,
             tiles: upload(&device, &vec![0; tiling.tags() + tiling.row_words()])?,
@@ -146,6 +158,21 @@ impl Local {
         let pool = Pool::new(&device, shape, plan.rounds, (builder.tuning.handles, builder.tuning.ordered))?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
+}
+
+/// The table of replicas of this rank's tokens; empty without replicas.
+fn replicas_of_source(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement) -> Vec<u64> {
+    if !placement.has_replicas() {
+        return Vec::new();
+    }
+    let own = shape.nodes.node_of(shape.name);
+    let class = |rank: u32| {
+        let node = shape.nodes.node_of(Rank(rank))?;
+        Some(if rank == shape.name.0 { 0 } else { 1 + u8::from(Some(node) != own) })
+    };
+    let table = builder.tuning.replica_table.clone();
+    let table = table.unwrap_or_else(|| placement.replica_table(shape.name.index(), class));
+    table.into_iter().map(u64::from).collect()
 }
 
 /// Tiles of a call's routing metadata: blocks of a rank build tiles of tokens in parallel.
@@ -259,6 +286,10 @@ pub fn device_context(
         counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
+        replicas: tables.replicas.as_ref().map_or(0, |table| table.view().ptr()),
+        rank_experts: tables.rank_experts.view().ptr(),
+        logical_experts: tables.logical_experts as u32,
+        replica_bits: tables.replica_bits,
         guarded: 0, // set by each call
         bitmap_planes: shape.bitmap_planes() as u32,
         // Some waits add to it, which must not overflow.

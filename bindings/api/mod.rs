@@ -33,7 +33,9 @@ mod tables;
 mod tuning;
 
 pub use builder::AllToAllBuilder;
-pub use calls::{Combined, InPlaceOutput, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use calls::{
+    Combined, InPlaceOutput, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, Strides, TokenCount, Tokens,
+};
 pub use context::{AllToAll, Stats};
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};

@@ -19,11 +19,19 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
-    // Tokens that name an expert several times are general.
-    let once = args.context.bitmap_planes == 1;
-    let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0 && once;
+    let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let kernel = match args.output.layout {
+        _ if quantizes && any_routing(args) => ("ty_dispatch", "ty_dispatch_nodes"),
+        raw::TY_LAYOUT_CONTIGUOUS if specialised && any_routing(args) => {
+            ("ty_dispatch_any_routing_contiguous", "ty_dispatch_any_routing_contiguous_nodes")
+        }
+        raw::TY_LAYOUT_MASKED if specialised && any_routing(args) => {
+            ("ty_dispatch_any_routing_masked", "ty_dispatch_any_routing_masked_nodes")
+        }
+        raw::TY_LAYOUT_TOKEN if specialised && any_routing(args) => {
+            ("ty_dispatch_any_routing_token", "ty_dispatch_any_routing_token_nodes")
+        }
         raw::TY_LAYOUT_CONTIGUOUS if quantizes => {
             ("ty_dispatch_quantize_contiguous", "ty_dispatch_quantize_contiguous_nodes")
         }
@@ -40,6 +48,12 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     };
     let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     (of_world(&args.context, kernel), of_world(&args.context, shared))
+}
+
+/// Whether choices may be other than numbers of experts, top_k for each token, each named once.
+fn any_routing(args: &raw::ty_dispatch_args) -> bool {
+    let (context, tokens) = (&args.context, &args.tokens);
+    context.bitmap_planes > 1 || context.replicas != 0 || tokens.index_bytes == 1 || tokens.choices != context.top_k
 }
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
@@ -126,8 +140,43 @@ mod tests {
         for (i, context) in spoilt.into_iter().enumerate() {
             assert_eq!(both(context), ("ty_dispatch", "ty_combine_bf16"), "{i}");
         }
-        let repeated = raw::ty_context { bitmap_planes: 4, ..specialised };
-        assert_eq!(both(repeated), ("ty_dispatch", "ty_combine_specialised"), "combine sees choices alone");
+    }
+
+    /// Combine sees experts alone, whatever choices were.
+    #[test]
+    fn any_routing_has_kernels_of_its_own() {
+        let args = raw::ty_dispatch_args {
+            context: raw::ty_context { top_k: 8, ..context() },
+            tokens: raw::ty_tokens { index_bytes: 4, choices: 8, ..Default::default() },
+            phases: BOTH_PHASES,
+            ..Default::default()
+        };
+        let kinds = [
+            raw::ty_dispatch_args { context: raw::ty_context { bitmap_planes: 4, ..args.context }, ..args },
+            raw::ty_dispatch_args { context: raw::ty_context { replicas: 64, ..args.context }, ..args },
+            raw::ty_dispatch_args { tokens: raw::ty_tokens { index_bytes: 1, ..args.tokens }, ..args },
+            raw::ty_dispatch_args { tokens: raw::ty_tokens { choices: 7, ..args.tokens }, ..args },
+        ];
+        for args in kinds {
+            for (layout, named) in [
+                (raw::TY_LAYOUT_CONTIGUOUS, "contiguous"),
+                (raw::TY_LAYOUT_MASKED, "masked"),
+                (raw::TY_LAYOUT_TOKEN, "token"),
+            ] {
+                let output = raw::ty_output { layout, ..Default::default() };
+                for (nodes, over) in [(1, ""), (2, "_nodes")] {
+                    let context = raw::ty_context { nodes, ..args.context };
+                    let of = |context| dispatched(raw::ty_dispatch_args { context, output, ..args });
+                    assert_eq!(of(context), format!("ty_dispatch_any_routing_{named}{over}"));
+                    let quantize = raw::TY_QUANTIZE_F32;
+                    assert_eq!(of(raw::ty_context { quantize, ..context }), format!("ty_dispatch{over}"));
+                    assert_eq!(of(raw::ty_context { rounds: 2, ..context }), format!("ty_dispatch{over}"));
+                }
+            }
+            let combine = raw::ty_combine_args { context: args.context, phases: BOTH_PHASES, ..Default::default() };
+            assert_eq!(super::combine(&combine, Dtype::Bf16, Partial::Same), "ty_combine_specialised");
+        }
+        assert_eq!(dispatched(args), "ty_dispatch_specialised_contiguous");
     }
 
     #[test]

@@ -6,12 +6,22 @@ use crate::transport::world::bootstrap::MAX_WORLD;
 /// Most experts of a placement.
 pub(crate) const MAX_EXPERTS: usize = 1 << 20;
 
-/// A table expert → rank. The experts of a rank are counted locally in the order of their global ids.
+/// Slots of the table of replicas for each replica of the expert that has most: the shares of its replicas differ by a
+/// sixteenth at most.
+const SLOTS_A_REPLICA: usize = 16;
+/// Most slots of that table.
+pub(crate) const MAX_REPLICA_SLOTS: usize = 4096;
+
+/// A table expert → rank. The experts of a rank are counted locally in the order of their global ids. Several experts
+/// may be [replicas](Placement::replicas) of one logical expert.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     rank_of: Vec<u32>,
     local_index: Vec<u32>,
     local_experts: Vec<Vec<u32>>,
+    /// The logical expert of each expert, and the experts of each logical expert; both empty without replicas.
+    logical_of: Vec<u32>,
+    replicas_of: Vec<Vec<u32>>,
 }
 
 impl Placement {
@@ -43,12 +53,92 @@ impl Placement {
             local_index.push(list.len() as u32);
             list.push(expert as u32);
         }
-        Ok(Placement { rank_of: table, local_index, local_experts })
+        Ok(Placement { rank_of: table, local_index, local_experts, logical_of: Vec::new(), replicas_of: Vec::new() })
+    }
+
+    /// Makes experts replicas: expert e of the table becomes a replica of the logical expert `logical[e]`, and calls
+    /// name logical experts. Expert parallel load balancers make such tables (DeepSeek's EPLB calls this one
+    /// `phy2log`).
+    ///
+    /// Each choice goes to one replica. Only the nearest replicas that are in the world are candidates: those of the
+    /// source rank; if there is none, those of its node; else all. By a hash of its number a token takes one slot of a
+    /// table ([`replica_table`](super::Tuning::replica_table)), the same for all its choices. Slot s of a logical
+    /// expert holds candidate (source rank + s) mod n of its n candidates in ascending order. The table has the
+    /// smallest power of two of slots that is at least 16 times the replicas of the expert that has most, at most 4096.
+    /// So the same input goes to the same replicas in every run, and no choice needs to know of others.
+    ///
+    /// # Errors
+    /// `Config` if the table is not as long as this placement, or a logical expert below the largest has no replica.
+    pub fn replicas(self, logical: Vec<u32>) -> Result<Placement> {
+        if logical.len() != self.experts() {
+            let advice = format!("give a logical expert for each of the {} experts", self.experts());
+            return Err(Error::config("replicas", format!("{} entries", logical.len()), advice));
+        }
+        let most = logical.iter().max().map_or(0, |most| *most as usize);
+        let mut replicas_of = vec![Vec::new(); most.min(MAX_EXPERTS) + 1];
+        for (expert, &logical) in logical.iter().enumerate() {
+            if let Some(list) = replicas_of.get_mut(logical as usize) {
+                list.push(expert as u32);
+            }
+        }
+        if let Some(nowhere) = replicas_of.iter().position(Vec::is_empty) {
+            let advice =
+                format!("the experts are replicas of {most} and lower numbers; number logical experts without gaps");
+            return Err(Error::config("replicas", format!("without one of logical expert {nowhere}"), advice));
+        }
+        Ok(Placement { logical_of: logical, replicas_of, ..self })
     }
 
     /// Number of experts.
     pub fn experts(&self) -> usize {
         self.rank_of.len()
+    }
+
+    /// Number of experts that calls name: of logical experts, or of all.
+    pub fn logical_experts(&self) -> usize {
+        if self.has_replicas() { self.replicas_of.len() } else { self.experts() }
+    }
+
+    /// The logical expert of an expert, itself without replicas; `None` beyond the table.
+    pub fn logical_of(&self, expert: usize) -> Option<u32> {
+        if self.has_replicas() {
+            self.logical_of.get(expert).copied()
+        } else {
+            Some(expert as u32).filter(|_| expert < self.experts())
+        }
+    }
+
+    /// Whether experts are replicas of logical experts.
+    pub fn has_replicas(&self) -> bool {
+        !self.logical_of.is_empty()
+    }
+
+    /// Rows of each logical expert, from rows of each expert, as balancers read them: the sum over its replicas.
+    /// Experts that `rows` lacks have none.
+    pub fn logical_rows(&self, rows: &[u64]) -> Vec<u64> {
+        let mut sums = vec![0; self.logical_experts()];
+        for (expert, rows) in rows.iter().enumerate().take(self.experts()) {
+            if let Some(sum) = self.logical_of(expert).and_then(|logical| sums.get_mut(logical as usize)) {
+                *sum += rows;
+            }
+        }
+        sums
+    }
+
+    /// The table of replicas of a source rank, `[logical experts, slots]`: see [`replicas`](Placement::replicas).
+    /// `class(rank)`: 0 of the source, 1 of its node, 2 of another, `None` outside the world. A logical expert that is
+    /// nowhere in the world keeps its replicas of old, which get nothing.
+    pub(crate) fn replica_table(&self, source: usize, class: impl Fn(u32) -> Option<u8>) -> Vec<u32> {
+        let most = self.replicas_of.iter().map(Vec::len).max().unwrap_or(1);
+        let slots = (most * SLOTS_A_REPLICA).next_power_of_two().min(MAX_REPLICA_SLOTS);
+        let row = |replicas: &Vec<u32>| {
+            let class_of = |expert: &u32| self.rank_of(*expert as usize).and_then(&class).unwrap_or(u8::MAX);
+            let nearest = replicas.iter().map(class_of).min();
+            let candidates: Vec<u32> =
+                replicas.iter().copied().filter(|expert| Some(class_of(expert)) == nearest).collect();
+            (0..slots).filter_map(move |slot| candidates.get((source + slot) % candidates.len().max(1)).copied())
+        };
+        self.replicas_of.iter().flat_map(row).collect()
     }
 
     /// Number of ranks.

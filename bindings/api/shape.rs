@@ -33,6 +33,9 @@ pub(crate) struct Shape {
     /// This rank and the number of ranks, in this generation.
     pub rank: usize,
     pub ranks: usize,
+    /// Ranks of the first generation, as columns of `IndexType::Ranks`, and the first of them that holds no expert.
+    pub first_ranks: usize,
+    pub rank_without_experts: Option<usize>,
     /// This rank in the first generation, as nodes and placement name it.
     pub name: Rank,
     pub nodes: Nodes,
@@ -71,9 +74,10 @@ impl Shape {
     }
 
     /// Planes of a tile's bitmap of tokens (`ty_context.bitmap_planes`): as many as the times that a token names an
-    /// expert have bits.
+    /// expert have bits, rounded up to an even number, since kernels take two at a time.
     pub fn bitmap_planes(&self) -> usize {
-        if self.duplicates { (usize::BITS - self.top_k.leading_zeros()) as usize } else { 1 }
+        let bits = (usize::BITS - self.top_k.leading_zeros()) as usize;
+        if self.duplicates { bits.next_multiple_of(2) } else { 1 }
     }
 
     /// TY_WEIGHTS_*.
@@ -198,7 +202,10 @@ impl Shape {
     /// All settings that must be equal on all ranks, as text.
     pub fn fingerprint(&self, placement: &Placement, first_epoch: u64, generation: u32) -> String {
         let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
-            (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
+            let add = |hash: u64, number: Option<u32>| {
+                (hash ^ u64::from(number.unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
+            };
+            add(add(hash, placement.rank_of(expert)), placement.logical_of(expert))
         });
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();

@@ -38,6 +38,12 @@ pub(super) fn expert_owner_words(placement: &Placement, nodes: &Nodes) -> Vec<u6
     (0..placement.experts()).map(|expert| owner(expert).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
+/// The first expert of every rank of the first generation, or -1.
+pub(super) fn first_experts(placement: &Placement) -> Vec<u64> {
+    let first = |rank| placement.local_experts(rank).first().copied().unwrap_or(u32::MAX);
+    (0..placement.ranks()).map(|rank| u64::from(first(rank))).collect()
+}
+
 /// Experts of every rank, if rank r holds the experts from r times this number on and all nodes have equal size, so
 /// that kernels can compute owners; else 0.
 pub(super) fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {

@@ -73,6 +73,11 @@ pub struct Tuning {
     /// ([`Layout`](super::Layout)), and tokens · top_k of a rank is at most 2^20. Default: no, and such a token is
     /// refused with `Routing`.
     pub duplicates: bool,
+    /// Which replica this rank's tokens take, `[logical experts, slots]` row by row: slots is a power of two up to
+    /// 4096, and each entry is a [replica](super::Placement::replicas) of its row's expert. Token t takes the entry of
+    /// slot floor((t · 2 654 435 769 mod 2^32) · slots / 2^32). Ranks may differ. Default: the table that
+    /// [`Placement::replicas`](super::Placement::replicas) describes.
+    pub replica_table: Option<Vec<u32>>,
     /// Handles allocated when the context is built, 1 to 1024: one for each dispatch that is alive at the same time.
     /// More are allocated on demand, but not while a stream captures: a recorded dispatch takes an allocated handle
     /// that is free, or is refused with `Argument`. Its graph keeps that handle, also after the
@@ -125,6 +130,7 @@ impl Default for Tuning {
             in_place: None,
             round_tokens: None,
             duplicates: false,
+            replica_table: None,
             handles: 4,
             statistics: false,
             arena: ArenaPlace::Auto,

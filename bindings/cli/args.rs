@@ -18,8 +18,8 @@ use crate::cli::cases::limits::{
 use crate::cli::cases::links::Link;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{
-    ArenaWord, Assumption, Check, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord,
-    WeightsWord, Word, WorldMode, scale_kind, summed, word,
+    ArenaWord, Assumption, Check, DeviceWord, IndexWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord,
+    TransportWord, WeightsWord, Word, WorldMode, scale_kind, summed, word,
 };
 
 /// Most ranks of a projected node: no host links more GPUs than 16.
@@ -160,6 +160,12 @@ pub struct BenchArgs {
     /// Tokens may name an expert several times: chance in percent that a choice repeats an earlier one of its token
     #[arg(long, value_name = "PERCENT", value_parser = |t: &str| number(t, 0, 100))]
     pub duplicates: Option<usize>,
+    /// Replicas of each expert, of which each token takes one of the nearest
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
+    pub replicas: Option<usize>,
+    /// Type of the choices; with ranks tokens name ranks, not experts [default: i64]
+    #[arg(long, value_name = "i32|i64|ranks", value_parser = word::<IndexWord>)]
+    pub index: Option<IndexWord>,
     /// When the router's weights are given [default: dispatch]
     #[arg(long, value_name = "dispatch|combine|none", value_parser = word::<WeightsWord>)]
     pub weights: Option<WeightsWord>,

@@ -22,7 +22,7 @@ concept CombineArgs = requires(const T &a) {
 };
 
 // What a specialised call does beyond what all specialised calls do.
-enum class Specialised { nothing_else, quantizes, weighs_late };
+enum class Specialised { nothing_else, any_routing, quantizes, weighs_late };
 
 // A call is one launch, of both phases. `inter_node`: the world has several nodes. `ll`: as partials_are_ll.
 template <bool inter_node, Specialised does, bool ll = false> struct SpecialisedContext : ty_context {
@@ -93,12 +93,15 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool is_even(const Spec
   return true;
 }
 
-// Whether a token may name an expert several times, with a row for each.
-TY_DEVICE bool repeats_experts(const ty_context &c) { return c.bitmap_planes > 1; }
+// Whether choices may be other than numbers of experts, top_k for each token, each named once: see the next.
+TY_DEVICE constexpr bool takes_any_routing(const ty_context &) { return true; }
 template <Specialised does, bool ll>
-TY_DEVICE constexpr bool repeats_experts(const SpecialisedContext<true, does, ll> &) {
-  return false;
+TY_DEVICE constexpr bool takes_any_routing(const SpecialisedContext<true, does, ll> &) {
+  return does == Specialised::any_routing;
 }
+
+// Whether a token may name an expert several times, with a row for each.
+TY_DEVICE bool repeats_experts(const Context auto &c) { return takes_any_routing(c) && c.bitmap_planes > 1; }
 
 // The quantisation of rows on sending: TY_QUANTIZE_*.
 TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }

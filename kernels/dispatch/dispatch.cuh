@@ -434,6 +434,12 @@ using SpecialisedMasked = SpecialisedDispatchArgs<inter_node, Specialised::nothi
 template <bool inter_node>
 using SpecialisedToken = SpecialisedDispatchArgs<inter_node, Specialised::nothing_else, TY_LAYOUT_TOKEN>;
 template <bool inter_node>
+using AnyRoutingContiguous = SpecialisedDispatchArgs<inter_node, Specialised::any_routing, TY_LAYOUT_CONTIGUOUS>;
+template <bool inter_node>
+using AnyRoutingMasked = SpecialisedDispatchArgs<inter_node, Specialised::any_routing, TY_LAYOUT_MASKED>;
+template <bool inter_node>
+using AnyRoutingToken = SpecialisedDispatchArgs<inter_node, Specialised::any_routing, TY_LAYOUT_TOKEN>;
+template <bool inter_node>
 using QuantizeContiguous = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_CONTIGUOUS>;
 template <bool inter_node>
 using QuantizeMasked = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_MASKED>;
@@ -443,6 +449,12 @@ TY_KERNEL(ty_dispatch_specialised_masked, SpecialisedMasked<false>) { dispatch<f
 TY_KERNEL(ty_dispatch_specialised_masked_nodes, SpecialisedMasked<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_token, SpecialisedToken<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_token_nodes, SpecialisedToken<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_any_routing_contiguous, AnyRoutingContiguous<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_any_routing_contiguous_nodes, AnyRoutingContiguous<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_any_routing_masked, AnyRoutingMasked<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_any_routing_masked_nodes, AnyRoutingMasked<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_any_routing_token, AnyRoutingToken<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_any_routing_token_nodes, AnyRoutingToken<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_quantize_contiguous, QuantizeContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_quantize_contiguous_nodes, QuantizeContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_quantize_masked, QuantizeMasked<false>) { dispatch<false>(a); }

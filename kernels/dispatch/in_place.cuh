@@ -98,7 +98,7 @@ TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, boo
   InPlaceShared &shared = block_shared<InPlaceShared>();
   u32 room = load(&shared.room), k = lane_index(), value = 0, rank = ~0u, local = 0;
   if (room == 0) return 0;
-  i32 expert = k < c.top_k ? choice_at(caller_choices(a), token, k) : -1;
+  i32 expert = k < c.top_k ? choice_at(c, caller_choices(a), token, k) : -1;
   bool failed = false;
   if (is_expert(c, expert)) {
     ExpertOwner owner = owner_of(c, expert);

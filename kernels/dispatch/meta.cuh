@@ -22,37 +22,67 @@ struct MetaShared {
 // Choices of some tokens: the caller's, or those that came from another node.
 struct Choices {
   u64 idx;
-  u64 weights;   // 0: all 1
-  u32 idx_pitch; // bytes from token to token
+  u64 weights;    // 0: all 1
+  u32 idx_pitch;  // bytes from token to token
+  u32 idx_stride; // bytes from choice to choice
   u32 weight_pitch;
+  u32 weight_stride;
   u32 index_bytes;
-  u32 tokens; // 0 if unusable
-  u32 source; // whose tokens they are
-  bool bad;   // the caller's token count is unusable, or a source refused its routing
-  bool own;   // the caller's: to be checked, and reported
-  i32 found;  // the token count as found
+  u32 choices; // of each token, as ty_tokens
+  u32 tokens;  // 0 if unusable
+  u32 source;  // whose tokens they are
+  bool bad;    // the caller's token count is unusable, or a source refused its routing
+  bool own;    // the caller's: to be checked, and reported
+  i32 found;   // the token count as found
 };
+
+// Which of an expert's replicas a token's choices take: replica_bits bits of a hash of its number, so that no pattern
+// of tokens meets a pattern of replicas. Fibonacci hashing: Knuth, The Art of Computer Programming 3, 6.4.
+TY_DEVICE u32 replica_slot(const Context auto &c, u32 token) {
+  return static_cast<u32>(static_cast<u64>(token * 2654435769u) << c.replica_bits >> 32);
+}
 
 // An expert's number, or -1; any other number, however wide, becomes unusable_expert.
 constexpr i32 unusable_expert = -2;
-TY_DEVICE i32 choice_at(const Choices &in, u32 token, u32 k) {
-  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.index_bytes;
+TY_DEVICE i32 choice_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
+  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
+  if (takes_any_routing(c) && in.own) {
+    if (k >= in.choices) return -1;
+    if (in.index_bytes == 1) return load(pointer<const u8>(at)) ? load(pointer<const i32>(c.rank_experts) + k) : -1;
+  }
   i32 low = load(pointer<const i32>(at));
   // The same code for both widths: the upper half, or the same word again.
   i32 high = load(pointer<const i32>(at + in.index_bytes - 4));
   bool fits = in.index_bytes != 8 || high == low >> 31;
-  return fits && low >= -1 ? low : unusable_expert;
+  i32 expert = fits && low >= -1 ? low : unusable_expert;
+  if (!takes_any_routing(c) || !in.own || !c.replicas || expert < 0) return expert;
+  if (static_cast<u32>(expert) >= c.logical_experts) return unusable_expert;
+  u64 row = static_cast<u64>(expert) << c.replica_bits;
+  return load(pointer<const i32>(c.replicas) + row + replica_slot(c, token));
 }
 
-TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
-  return in.weights ? load(pointer<const float>(in.weights + static_cast<u64>(token) * in.weight_pitch) + k) : 1.0f;
+TY_DEVICE float weight_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
+  if (!in.weights || (takes_any_routing(c) && k >= in.choices)) return 1.0f;
+  u64 at = in.weights + static_cast<u64>(token) * in.weight_pitch + static_cast<u64>(k) * in.weight_stride;
+  return load(pointer<const float>(at));
 }
 
 // The caller's choices, without their number.
 TY_DEVICE Choices caller_choices(const DispatchArgs auto &a) {
   const auto &t = a.tokens;
-  u32 k = a.context.top_k;
-  return {t.topk_idx, t.topk_weight, k * t.index_bytes, k * 4, t.index_bytes, 0, a.context.rank, false, true, 0};
+  return {t.topk_idx,
+          t.topk_weight,
+          t.index_pitch,
+          t.index_stride,
+          t.weight_pitch,
+          t.weight_stride,
+          t.index_bytes,
+          t.choices,
+          0,
+          a.context.rank,
+          false,
+          true,
+          0};
 }
 
 // The caller's token count.
@@ -102,7 +132,7 @@ TY_DEVICE bool is_expert(const Context auto &c, i32 expert) { return static_cast
 
 // The rank of this node that choice k leads to, as a bit. Unusable experts lead nowhere; the metadata reports them.
 TY_DEVICE u64 rank_of(const Context auto &c, const Choices &in, u32 token, u32 k) {
-  i32 expert = choice_at(in, token, k);
+  i32 expert = choice_at(c, in, token, k);
   if (!is_expert(c, expert)) return 0;
   ExpertOwner owner = owner_of(c, expert);
   return owner.node() == c.node ? 1ull << owner.rank() : 0;
@@ -128,7 +158,7 @@ TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 toke
   if (!is_expert(c, expert)) return TY_ERROR_ROUTING_RANGE;
   if (repeats_experts(c)) return TY_ERROR_NONE;
   bool twice = false;
-  for (u32 j = 0; j < k; ++j) twice |= choice_at(in, token, j) == expert;
+  for (u32 j = 0; j < k; ++j) twice |= choice_at(c, in, token, j) == expert;
   return twice ? TY_ERROR_ROUTING_DUPLICATE : TY_ERROR_NONE;
 }
 
@@ -136,10 +166,10 @@ TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 toke
 TY_DEVICE void report_routing(const Context auto &c, const Choices &in, u64 epoch) {
   for (u32 token = 0; token < in.tokens; ++token)
     for (u32 k = 0; k < c.top_k; ++k) {
-      u32 kind = fault_of_choice(c, in, token, k, choice_at(in, token, k));
+      u32 kind = fault_of_choice(c, in, token, k, choice_at(c, in, token, k));
       if (kind == TY_ERROR_NONE) continue;
-      u64 row = in.idx + static_cast<u64>(token) * in.idx_pitch;
-      i64 expert = in.index_bytes == 8 ? load(pointer<const i64>(row) + k) : load(pointer<const i32>(row) + k);
+      u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
+      i64 expert = in.index_bytes == 8 ? load(pointer<const i64>(at)) : load(pointer<const i32>(at));
       keep_fault({kind, 0, c.rank, epoch, token, k, static_cast<u64>(expert)});
       return;
     }
@@ -151,11 +181,6 @@ TY_DEVICE u32 earlier_in_row(const u32 *row, u32 token) {
   TY_ROLLED
   for (u32 word = 0; word < token / 32; ++word) count += popcount(load(row + word));
   return count + popcount(load(row + token / 32) & ((1u << (token % 32)) - 1));
-}
-
-// Tokens in a bitmap row.
-TY_DEVICE u32 all_in_row(const u32 *row, u32 words) {
-  return earlier_in_row(row, words * 32 - 1) + ((load(row + words - 1) >> 31) & 1);
 }
 
 // Where metadata of one source lies.
@@ -236,8 +261,8 @@ TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choice
   for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
     Choice choice{
         lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
-    if (weighed && choice.there) choice.weight = weight_at(in, tile.first + choice.token, choice.k);
-    if (choice.there) choice.expert = choice_at(in, tile.first + choice.token, choice.k);
+    if (weighed && choice.there) choice.weight = weight_at(c, in, tile.first + choice.token, choice.k);
+    if (choice.there) choice.expert = choice_at(c, in, tile.first + choice.token, choice.k);
     if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
     if (token == begin * lane.tokens) ready();
     if (token >= tile.count) return;
@@ -260,10 +285,14 @@ struct Times {
 TY_DEVICE Times times_of(const Context auto &c, const Choice &choice) {
   Times times{0, 0};
   TY_ROLLED
-  for (u32 k = 0; k < c.top_k; ++k) {
-    bool same = shuffle(choice.expert, lane_index() - choice.k + k) == choice.expert;
-    times.all += same ? 1 : 0;
-    times.before += same && k < choice.k ? 1 : 0;
+  for (u32 first = 0; first < c.top_k; first += group_choices) {
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) {
+      u32 k = first + j;
+      bool same = shuffle(choice.expert, lane_index() - choice.k + k) == choice.expert && k < c.top_k;
+      times.all += same ? 1 : 0;
+      times.before += same && k < choice.k ? 1 : 0;
+    }
   }
   return times;
 }
@@ -291,24 +320,37 @@ TY_DEVICE u32 *times_of_tile(MetaShared &shared, const Tile &tile) {
   return &shared.bitmap[bitmap_row(tile, 1, tile.experts)];
 }
 
-// Sums over a marked tile's planes count(row) of an expert's rows of bits, weighted by how many times they stand for.
-template <typename Count>
-TY_DEVICE u32 sum_planes(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, Count count) {
-  u32 sum = count(&shared.bitmap[bitmap_row(tile, 0, e)]), times = 0;
-  if (repeats_experts(c) && e != tile.experts) times = load(times_of_tile(shared, tile));
-  TY_ROLLED
-  for (u32 plane = 1; (times >> plane) != 0; ++plane) sum += count(&shared.bitmap[bitmap_row(tile, plane, e)]) << plane;
-  return sum;
+// Whether a token of a marked tile names an expert several times; then the times of all tokens and experts, or-ed.
+TY_DEVICE u32 repeats_in_tile(const Context auto &c, MetaShared &shared, const Tile &tile) {
+  return repeats_experts(c) ? load(times_of_tile(shared, tile)) : 0;
 }
 
-// A source's rows for an expert from all tokens of a marked tile; of the rank's row its tokens.
-TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
-  return sum_planes(c, shared, tile, e, [&](const u32 *row) { return all_in_row(row, tile.words); });
-}
-
-// Likewise from the tokens before `token`.
+// A source's rows for an expert from the tokens of a marked tile before `token`; of the rank's row its tokens. By
+// planes, two at a time, as an odd number of planes is rounded up.
 TY_DEVICE u32 rows_before_token(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, u32 token) {
-  return sum_planes(c, shared, tile, e, [&](const u32 *row) { return earlier_in_row(row, token); });
+  u32 times = e == tile.experts ? 0 : repeats_in_tile(c, shared, tile);
+  if (times == 0) return earlier_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], token);
+  u32 rows = 0, mask = (1u << (token % 32)) - 1;
+  TY_ROLLED
+  for (u32 plane = 0; (times >> plane) != 0; plane += 2) {
+    const u32 *once = &shared.bitmap[bitmap_row(tile, plane, e)];
+    const u32 *twice = &shared.bitmap[bitmap_row(tile, plane + 1, e)];
+    u32 last = token / 32, count = popcount(load(once + last) & mask) + 2 * popcount(load(twice + last) & mask);
+    TY_ROLLED
+    for (u32 word = 0; word < last; ++word) count += popcount(load(once + word)) + 2 * popcount(load(twice + word));
+    rows += count << plane;
+  }
+  return rows;
+}
+
+// Likewise from all tokens of a marked tile. Of a full row the last token is not before another.
+TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
+  u32 rows = rows_before_token(c, shared, tile, e, tile.words * 32 - 1);
+  u32 times = e == tile.experts ? 0 : repeats_in_tile(c, shared, tile), plane = 0;
+  TY_ROLLED
+  do rows += load(&shared.bitmap[bitmap_row(tile, plane, e) + tile.words - 1]) >> 31 << plane;
+  while ((times >> ++plane) != 0);
+  return rows;
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
@@ -390,12 +432,13 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
+  bool repeats = repeats_in_tile(c, shared, tile) != 0;
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
-        u32 before = repeats_experts(c) ? times_of(c, choice).before : 0;
+        u32 before = repeats ? times_of(c, choice).before : 0;
         if (!choice.there) return;
         bool there = is_there(tile, choice.owner);
         u32 value = 0, local = choice.owner.local, token = choice.token;

@@ -57,7 +57,7 @@ TY_DEVICE ChoiceGroup look_up(const Context auto &c, const Choices &in, u32 toke
   if (in.tokens != 0) {
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j)
-      loaded.experts[j] = choice_at(in, there ? token : 0, first + j < c.top_k ? first + j : 0);
+      loaded.experts[j] = choice_at(c, in, there ? token : 0, first + j < c.top_k ? first + j : 0);
   }
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j)
@@ -86,7 +86,7 @@ TY_DEVICE bool is_faulty(const Context auto &c, const Choices &in, u32 token, co
   // Against the groups before.
   TY_ROLLED
   for (u32 k = 0; once && token < in.tokens && k < loaded.first; ++k) {
-    i32 before = choice_at(in, token, k);
+    i32 before = choice_at(c, in, token, k);
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) faulty |= before != -1 && loaded.experts[j] == before;
   }
@@ -272,8 +272,11 @@ TY_DEVICE Choices wire_choices(const Context auto &c, u64 epoch, u32 j) {
   return {headers + 4,
           weights,
           l.header_bytes,
+          4,
           l.header_bytes,
           4,
+          4,
+          c.top_k,
           arrived_rows(c, epoch, j).headers,
           served_source(c, j),
           load(&wire_head(c, TY_DIRECTION_DISPATCH, epoch, j)->status) == TY_STATUS_BAD_INPUT,

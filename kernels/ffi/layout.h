@@ -331,6 +331,11 @@ typedef struct ty_context {
   uint32_t counts_inverse;    // the same of local_experts + 3
   uint32_t choice_inverse;    // floor(2^16 / top_k) + 1
   uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers publish when they are free
+  uint64_t replicas;        // const uint32_t *, [logical_experts][2^replica_bits]: the expert that choices of a logical
+                            // expert go to; 0: choices name experts themselves
+  uint64_t rank_experts;    // const int32_t *, by rank in the first generation: its first expert, or -1
+  uint32_t logical_experts; // that choices may name: `experts` where there are no replicas
+  uint32_t replica_bits;
   uint32_t guarded; // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
                     // may make some
   uint32_t bitmap_planes; // of a tile's bitmap: 1, or where a token may name an expert several times the bits of top_k
@@ -387,13 +392,17 @@ typedef struct ty_tokens {
   uint64_t x_pitch;          // bytes
   uint64_t scales;           // 0: none
   uint64_t scale_row_stride; // in 4-byte words
-  uint64_t topk_idx;
-  uint64_t topk_weight; // float [tokens][top_k], 0: none
-  uint64_t count_ptr;   // const int32_t *, 0: count below
+  uint64_t topk_idx;         // [tokens][choices], of index_bytes each
+  uint64_t topk_weight;      // float [tokens][choices], 0: none
+  uint64_t count_ptr;        // const int32_t *, 0: count below
   uint32_t count;
-  uint32_t index_bytes;         // 4 or 8
+  uint32_t index_bytes;         // 4 or 8: numbers of experts; 1: for each rank whether the token goes there
   uint32_t scale_column_stride; // in 4-byte words
-  uint32_t reserved;
+  uint32_t choices;             // of each token, at most top_k; the others are none
+  uint32_t index_pitch;         // bytes from token to token
+  uint32_t index_stride;        // bytes from choice to choice
+  uint32_t weight_pitch;        // likewise
+  uint32_t weight_stride;
 } ty_tokens;
 
 typedef struct ty_output {

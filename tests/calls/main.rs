@@ -21,6 +21,7 @@ mod overlap;
 mod ownership;
 mod refusals;
 mod repeated;
+mod routing;
 mod statistics;
 mod stopped;
 mod transport_outside;

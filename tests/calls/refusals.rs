@@ -592,6 +592,7 @@ fn indices(case: &Case) -> Vec<u8> {
     match case.index_type {
         IndexType::I32 => chosen.flat_map(|expert| (*expert as i32).to_ne_bytes()).collect(),
         IndexType::I64 => chosen.flat_map(|expert| expert.to_ne_bytes()).collect(),
+        IndexType::Ranks => unreachable!("tests/calls/routing.rs has these"),
     }
 }
 

@@ -84,6 +84,9 @@ pub struct Spec {
     pub poison: u8,
     /// Whether a token may name an expert several times.
     pub duplicates: bool,
+    /// The experts that tokens name, each with the experts of `expert_rank` that stand for it, ascending; empty: tokens
+    /// name those themselves.
+    pub replicas: Vec<Vec<u32>>,
 }
 
 impl Spec {
@@ -111,6 +114,37 @@ impl Spec {
         self.expert_rank.get(expert).map(|&r| r as usize)
     }
 
+    /// Number of experts that tokens may name.
+    pub fn named_experts(&self) -> usize {
+        if self.replicas.is_empty() { self.experts } else { self.replicas.len() }
+    }
+
+    /// The expert that a token of a rank gets for the one that it names; none if there is no such expert.
+    ///
+    /// Of its replicas the nearest compete: those of the rank, else of the rank's node, else all. The upper bits of the
+    /// token's number times 2 654 435 769, in 32 bits, name a slot, of 16 for each replica that the expert with most
+    /// has, rounded up to a power of two, at most 4096; slots take the competing replicas by turns, from the rank's
+    /// number on.
+    fn replica(&self, rank: usize, token: usize, named: usize) -> Option<usize> {
+        if self.replicas.is_empty() {
+            return Some(named).filter(|&e| e < self.experts);
+        }
+        let node_of = |rank: usize| self.node_ranks().position(|ranks| ranks.contains(&rank));
+        let distance = |expert: &u32| match self.rank_of(*expert as usize) {
+            Some(other) if other == rank => 0,
+            Some(other) if node_of(other) == node_of(rank) => 1,
+            _ => 2,
+        };
+        let all = self.replicas.get(named)?;
+        let least = all.iter().map(distance).min()?;
+        let near: Vec<u32> = all.iter().copied().filter(|expert| distance(expert) == least).collect();
+        let most = self.replicas.iter().map(Vec::len).max().unwrap_or(0);
+        let bits = (16 * most).next_power_of_two().min(4096).trailing_zeros();
+        let hash = (token as u32).wrapping_mul(2_654_435_769);
+        let slot = (u64::from(hash) >> (32 - bits)) as usize;
+        near.get((rank + slot) % near.len()).map(|&expert| expert as usize)
+    }
+
     /// The ranks of each node, in order; none for a node without ranks.
     pub fn node_ranks(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         self.nodes.iter().scan(0, |next, &size| {
@@ -132,9 +166,12 @@ impl Spec {
 /// What one rank dispatched. An id below zero is no expert.
 #[derive(Debug, Clone, Default)]
 pub struct SourceRank {
+    pub rank: usize,
     pub tokens: usize,
     /// [tokens][top_k].
     pub topk_idx: Vec<i64>,
+    /// Ids are ranks, each of which stands for its first expert.
+    pub by_rank: bool,
     /// [tokens][top_k]; may be empty where weights are not given.
     pub topk_weight: Vec<f32>,
 }
@@ -142,8 +179,11 @@ pub struct SourceRank {
 impl SourceRank {
     /// Entry `k` of a token: its expert, if there is one.
     pub fn expert(&self, spec: &Spec, token: usize, k: usize) -> Option<usize> {
-        let id = *self.topk_idx.get(token * spec.top_k + k)?;
-        usize::try_from(id).ok().filter(|&e| e < spec.experts)
+        let id = usize::try_from(*self.topk_idx.get(token * spec.top_k + k)?).ok()?;
+        if self.by_rank {
+            return spec.expert_rank.iter().position(|&rank| rank as usize == id);
+        }
+        spec.replica(self.rank, token, id)
     }
 
     /// Entry `k` of a token: its weight, 1 where none are given.
@@ -191,7 +231,7 @@ pub fn bad_routing(spec: &Spec, source: &SourceRank) -> Option<String> {
             return Some(format!("token {token} has no routing"));
         };
         for (k, &id) in ids.iter().enumerate() {
-            if id < -1 || id >= spec.experts as i64 {
+            if id < -1 || id >= spec.named_experts() as i64 {
                 return Some(format!("token {token}, choice {k}: there is no expert {id}"));
             }
             if id >= 0 && !spec.duplicates && ids[..k].contains(&id) {

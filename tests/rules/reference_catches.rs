@@ -53,6 +53,7 @@ fn spec(layout: Layout) -> Spec {
         zero_padding: true,
         poison: FILL,
         duplicates: false,
+        replicas: Vec::new(),
     }
 }
 

@@ -185,7 +185,7 @@ impl RowSource for Loud {
 fn flipped_scale_or_element_of_a_quantized_row_is_found() {
     // Two tokens; scales of 1, 2 and 4 for blocks of one number each, 448 times the scale.
     let row = bf16_row(&[[448.0, 0.0, 0.0], [896.0, 0.0, 0.0], [1792.0, 0.0, 0.0]]);
-    let source = SourceRank { tokens: 2, topk_idx: vec![0, 0], topk_weight: Vec::new() };
+    let source = SourceRank { tokens: 2, topk_idx: vec![0, 0], ..Default::default() };
     let rows: Vec<u8> = (0..2 * 384).map(|c| if c % 128 == 0 { 0x7e } else { 0 }).collect();
     for scales in [Scales::F32, Scales::Ue8m0] {
         let words = match scales {
@@ -255,13 +255,14 @@ fn one_rank(hidden: usize, scales: Scales, layout: Layout) -> Spec {
         zero_padding: false,
         poison: 0xa5,
         duplicates: false,
+        replicas: Vec::new(),
     }
 }
 
 #[test]
 fn ue8m0_scales_are_read_little_end_first() {
     let spec = one_rank(640, Scales::Ue8m0, Layout::Contiguous { align: 1, capacity: 1 });
-    let source = SourceRank { tokens: 1, topk_idx: vec![2], topk_weight: Vec::new() };
+    let source = SourceRank { tokens: 1, topk_idx: vec![2], ..Default::default() };
     let mut sums = TokenSums::default();
     sums.evaluate(&spec, &source, &Ones, &Faults::default(), 0, 0);
     let scales = [0.125, 0.25, 0.5, 1.0, 8.0];

@@ -14,12 +14,12 @@ use super::limits::{
     MAX_TOP_K, MAX_WORLD, number, seed,
 };
 use super::links::Link;
-use super::routing::{Router, Routing, RoutingShape};
+use super::routing::{Routed, Router, Routing, RoutingShape};
 use super::words::{
     FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, TransportWord,
     WeightsWord, Word, WorldMode, word,
 };
-use crate::cli::reference::{self, Elem};
+use crate::cli::reference::{self, Elem, SourceRank};
 use crate::cli::usage::{Refusal, old_name};
 
 /// Most ranks of a node with in-place output.
@@ -85,6 +85,8 @@ pub struct Case {
     /// Order of the input scales.
     pub input_scales: OrderWord,
     pub index: IndexWord,
+    /// Order of choices and of weights that come with dispatch: token by token, or choice by choice.
+    pub index_order: OrderWord,
     pub zero_padding: bool,
     pub accumulate: bool,
     /// Each rank draws its own count in 0..=tokens.
@@ -100,6 +102,8 @@ pub struct Case {
     pub routing: Routing,
     /// Chance in percent that a choice is -1.
     pub none_percent: usize,
+    /// Replicas of each expert.
+    pub replicas: usize,
     /// Tokens may name experts several times: chance in percent that a choice repeats an earlier one of its token.
     pub duplicate_percent: Option<usize>,
     pub mode: Mode,
@@ -152,6 +156,7 @@ impl Default for Case {
             scale_order: OrderWord::Row,
             input_scales: OrderWord::Row,
             index: IndexWord::I64,
+            index_order: OrderWord::Row,
             zero_padding: false,
             accumulate: false,
             ragged: false,
@@ -162,6 +167,7 @@ impl Default for Case {
             max_tokens: 1,
             routing: Routing::Uniform,
             none_percent: 0,
+            replicas: 1,
             duplicate_percent: None,
             mode: Mode::Fused,
             ahead: 1,
@@ -245,14 +251,48 @@ impl Case {
         Router::new(&self.routing, shape)
     }
 
-    /// The rank of each expert.
+    /// Experts with all their replicas: replica r of expert e is number r · experts + e of them.
+    pub fn placed_experts(&self) -> usize {
+        self.experts.saturating_mul(self.replicas)
+    }
+
+    /// The replicas of each expert; none where experts have one each.
+    pub fn replica_lists(&self) -> Vec<Vec<u32>> {
+        let of =
+            |expert: usize| (0..self.replicas).map(move |replica| (replica * self.experts + expert) as u32).collect();
+        if self.replicas == 1 { Vec::new() } else { (0..self.experts).map(of).collect() }
+    }
+
+    /// What a rank dispatches, by what the router has drawn. Choices of ranks lead to the ranks of the drawn experts.
+    pub fn source(&self, rank: usize, tokens: usize, drawn: Routed) -> SourceRank {
+        let Routed { mut topk_idx, topk_weight } = drawn;
+        let by_rank = self.index == IndexWord::Ranks;
+        if by_rank {
+            let placed = self.expert_rank();
+            for choices in topk_idx.chunks_mut(self.top_k) {
+                let there = |expert: &i64| usize::try_from(*expert).ok().and_then(|e| placed.get(e));
+                let ranks: Vec<u32> = choices.iter().filter_map(there).copied().collect();
+                choices.fill(-1);
+                ranks.iter().for_each(|&rank| choices[rank as usize] = i64::from(rank));
+            }
+        }
+        SourceRank { rank, tokens, topk_idx, by_rank, topk_weight }
+    }
+
+    /// Choices that each token gives.
+    pub fn columns(&self) -> usize {
+        if self.index == IndexWord::Ranks { self.world } else { self.top_k }
+    }
+
+    /// The rank of each expert, replicas included.
     pub fn expert_rank(&self) -> Vec<u32> {
+        let placed = self.placed_experts();
         match self.placement {
-            PlacementWord::Even => (0..self.experts).map(|e| (e * self.world / self.experts) as u32).collect(),
+            PlacementWord::Even => (0..placed).map(|e| (e * self.world / placed) as u32).collect(),
             PlacementWord::Table => {
                 // A token number that no token has, so that placement and choices are unrelated.
                 let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 1, 0, usize::MAX);
-                (0..self.experts).map(|_| counter.below(self.world) as u32).collect()
+                (0..placed).map(|_| counter.below(self.world) as u32).collect()
             }
         }
     }
@@ -306,7 +346,7 @@ impl Case {
             ranks: self.world,
             nodes: self.node_sizes(),
             hidden: self.hidden,
-            experts: self.experts,
+            experts: self.placed_experts(),
             top_k: self.top_k,
             expert_rank: self.expert_rank(),
             dtype: elem(self.dtype),
@@ -331,6 +371,7 @@ impl Case {
             accumulate: self.accumulate,
             zero_padding: self.zero_padding,
             duplicates: self.duplicate_percent.is_some(),
+            replicas: self.replica_lists(),
             poison,
         }
     }
@@ -459,7 +500,19 @@ impl Case {
                 format!("give 1 to {most}, with {} experts", self.experts),
             );
         }
-        let most = self.local_counts().into_iter().max().unwrap_or(0);
+        if self.placed_experts() as u64 > MAX_EXPERTS {
+            let advice = format!("with {} experts give at most {}", self.experts, MAX_EXPERTS / self.experts as u64);
+            return refuse("--replicas", self.replicas.to_string(), advice);
+        }
+        let counts = self.local_counts();
+        if self.index == IndexWord::Ranks && (self.top_k < self.world || counts.contains(&0)) {
+            let advice = format!(
+                "tokens name ranks where --top-k is at least the {} ranks, and each holds an expert; give i32 or i64",
+                self.world
+            );
+            return refuse("--index", self.index.name().to_string(), advice);
+        }
+        let most = counts.into_iter().max().unwrap_or(0);
         if most > MAX_LOCAL_EXPERTS {
             let advice = format!("{most} would live on one rank; give at most {MAX_LOCAL_EXPERTS} for each rank");
             return refuse("--experts", self.experts.to_string(), advice);
@@ -682,6 +735,7 @@ fields! {
     scale_order: show_word, word;
     input_scales: show_word, word;
     index: show_word, word;
+    index_order: show_word, word;
     zero_padding: flag, read_flag;
     accumulate: flag, read_flag;
     ragged: flag, read_flag;
@@ -692,6 +746,7 @@ fields! {
     max_tokens: show, within::<1, MAX_TOKENS>;
     routing: show, read_routing;
     none_percent: show, within::<0, 100>;
+    replicas: show, within::<1, MAX_EXPERTS>;
     duplicate_percent: optional, or_none::<0, 100>;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;

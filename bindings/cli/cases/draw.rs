@@ -64,6 +64,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_routing(&mut case, dice);
     draw_schedule(&mut case, dice, device);
     draw_order(&mut case, dice);
+    draw_choices(&mut case);
     draw_nodes(&mut case);
     draw_quantize(&mut case);
     draw_partial(&mut case);
@@ -134,6 +135,7 @@ pub fn draw_small(seed: u64) -> Case {
     draw_routing(&mut case, dice);
     draw_schedule(&mut case, dice, DeviceWord::Cpu);
     draw_order(&mut case, dice);
+    draw_choices(&mut case);
     draw_nodes(&mut case);
     draw_quantize(&mut case);
     case.quantize &= case.scales != ScaleKind::None;
@@ -160,7 +162,7 @@ fn draw_types(case: &mut Case, dice: &mut Dice) {
     // fp8 is drawn in draw_partial.
     case.partial = if dice.once_in(4) { PartialWord::Fp32 } else { PartialWord::Same };
     case.weights = dice.word(WeightsWord::Dispatch);
-    case.index = dice.word(IndexWord::I64);
+    case.index = dice.of(&[IndexWord::I32, IndexWord::I64], IndexWord::I64);
     case.accumulate = dice.once_in(3);
 }
 
@@ -304,6 +306,27 @@ fn draw_partial(case: &mut Case) {
 fn draw_duplicates(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 10, 0, 0));
     case.duplicate_percent = dice.once_in(3).then(|| dice.of(&[0, 20, 60, 100], 0));
+}
+
+/// How tokens name what they go to: the order of choices, replicas, or ranks instead of experts, to which experts and
+/// their placement are adapted. From a stream of its own, as nodes are.
+fn draw_choices(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 11, 0, 0));
+    case.index_order = dice.word(OrderWord::Row);
+    if dice.once_in(6) {
+        case.index = IndexWord::Ranks;
+        case.top_k = case.top_k.max(case.world);
+        case.experts = case.experts.max(case.top_k);
+        case.placement = PlacementWord::Even;
+        case.routing = Routing::Uniform;
+        let tokens = case.tokens.min((ELEMENTS / (case.world * case.top_k * case.hidden)).max(1));
+        case.max_tokens -= case.tokens - tokens;
+        case.tokens = tokens;
+    }
+    // Outputs have room for every expert.
+    if dice.once_in(3) && case.experts <= 100 {
+        case.replicas = 2 + dice.below(2);
+    }
 }
 
 /// Nodes that differ by a rank at the most.

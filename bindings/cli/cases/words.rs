@@ -59,9 +59,9 @@ words! {
     PartialWord { Same = "same", Fp32 = "fp32", Fp8 = "fp8" }
     /// When the router's weights are given.
     WeightsWord { Dispatch = "dispatch", Combine = "combine", None = "none" }
-    /// Type of the entries of topk_idx.
-    IndexWord { I32 = "i32", I64 = "i64" }
-    /// Order of a table of scales, in or out: by rows or by columns.
+    /// Type of the entries of topk_idx; with ranks a token names ranks, not experts.
+    IndexWord { I32 = "i32", I64 = "i64", Ranks = "ranks" }
+    /// Order of a table, of scales in or out, of choices and weights: by rows or by columns.
     OrderWord { Row = "row", Column = "column" }
     /// How experts are placed on ranks.
     PlacementWord { Even = "even", Table = "table" }

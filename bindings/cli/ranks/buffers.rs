@@ -6,7 +6,7 @@
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
     Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, Output, Result, Rows, ScaleOrder,
-    ScaleView, Stream, TokenCount, Tokens, View,
+    ScaleView, Stream, Strides, TokenCount, Tokens, View,
 };
 
 use crate::cli::cases::case::Case;
@@ -85,8 +85,8 @@ impl Buffers {
             local,
             x: alloc(case.max_tokens * x_pitch(case))?,
             x_scales: alloc(case.max_tokens * inputs.scale_words() * 4)?,
-            topk_idx: alloc(choices * 8)?,
-            topk_weight: alloc(choices * 4)?,
+            topk_idx: alloc(choices * 8 + case.max_tokens * case.gap)?,
+            topk_weight: alloc(choices * 4 + case.max_tokens * case.gap)?,
             count: alloc(4)?,
             // One row more than the library gets.
             rows: alloc((rows + 1) * rows_pitch(case))?,
@@ -197,14 +197,44 @@ impl Buffers {
 
     /// Writes this rank's routing, weights and token count.
     pub fn upload_routing(&self, source: &SourceRank) -> Result<()> {
-        let ids: Vec<u8> = match self.case.index {
-            IndexWord::I32 => source.topk_idx.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
-            IndexWord::I64 => source.topk_idx.iter().flat_map(|id| id.to_le_bytes()).collect(),
-        };
-        self.topk_idx.write(0, &ids)?;
-        let weights: Vec<u8> = source.topk_weight.iter().flat_map(|w| w.to_le_bytes()).collect();
-        self.topk_weight.write(0, &weights)?;
+        match self.case.index {
+            IndexWord::I32 => self.write_choices(&self.topk_idx, &source.topk_idx, |id| (id as i32).to_le_bytes()),
+            IndexWord::I64 => self.write_choices(&self.topk_idx, &source.topk_idx, i64::to_le_bytes),
+            IndexWord::Ranks => self.write_choices(&self.topk_idx, &source.topk_idx, |rank| [u8::from(rank >= 0)]),
+        }?;
+        if self.case.weights == WeightsWord::Combine {
+            // Always without gaps, with as many columns as the context's tokens have choices.
+            let weights: Vec<u8> = source.topk_weight.iter().flat_map(|w| w.to_le_bytes()).collect();
+            self.topk_weight.write(0, &weights)?;
+        } else {
+            self.write_choices(&self.topk_weight, &source.topk_weight, f32::to_le_bytes)?;
+        }
         self.count.write(0, &(source.tokens as i32).to_le_bytes())
+    }
+
+    /// Writes values `[tokens, top_k]` where `choice_strides` has them; those beyond the columns are left out.
+    fn write_choices<T: Copy, const SIZE: usize>(
+        &self,
+        to: &DeviceBuffer,
+        values: &[T],
+        bytes: impl Fn(T) -> [u8; SIZE],
+    ) -> Result<()> {
+        let Strides { token_bytes, choice_bytes } = self.choice_strides(SIZE);
+        let mut all = vec![GAP_BYTE; to.len()];
+        for (token, choices) in values.chunks(self.case.top_k).enumerate() {
+            for (k, &value) in choices.iter().take(self.case.columns()).enumerate() {
+                all[token * token_bytes + k * choice_bytes..][..SIZE].copy_from_slice(&bytes(value));
+            }
+        }
+        to.write(0, &all)
+    }
+
+    /// Where choices of `size` bytes lie.
+    fn choice_strides(&self, size: usize) -> Strides {
+        match self.case.index_order {
+            OrderWord::Row => Strides { token_bytes: self.case.columns() * size + self.case.gap, choice_bytes: size },
+            OrderWord::Column => Strides { token_bytes: size, choice_bytes: self.case.max_tokens * size },
+        }
     }
 
     fn input_strides(&self, words: usize) -> (usize, usize) {
@@ -219,14 +249,19 @@ impl Buffers {
         let case = &self.case;
         let words = case.inputs(0).scale_words();
         let (row_stride, col_stride) = self.input_strides(words);
+        let index = match case.index {
+            IndexWord::I32 => IndexType::I32,
+            IndexWord::I64 => IndexType::I64,
+            IndexWord::Ranks => IndexType::Ranks,
+        };
+        let gaps = case.index_order == OrderWord::Column || case.gap > 0;
         let count = if case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) };
         Tokens::new(self.x.view(), self.topk_idx.view(), count)
             .pitch_bytes(x_pitch(case))
             .scales((words > 0).then(|| ScaleView::new(self.x_scales.view(), 4 * row_stride, 4 * col_stride)))
-            .index_type(match case.index {
-                IndexWord::I32 => IndexType::I32,
-                IndexWord::I64 => IndexType::I64,
-            })
+            .index_type(index)
+            .topk_idx_strides(gaps.then(|| self.choice_strides(index.bytes())))
+            .topk_weight_strides(gaps.then(|| self.choice_strides(4)))
             .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))
     }
 

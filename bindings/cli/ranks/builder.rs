@@ -28,16 +28,13 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     };
     let mut builder = AllToAll::builder(world)
         .hidden(case.hidden)
-        .experts(case.experts)
+        .experts(case.placed_experts())
         .top_k(case.top_k)
         .max_tokens_per_rank(case.max_tokens)
         .format(RowFormat::new(case.dtype, scales)?)
         .quantize(case.quantize)
         .combine_dtype(case.combine_dtype)
-        .placement(match case.placement {
-            PlacementWord::Even => Placement::even(case.experts, case.world)?,
-            PlacementWord::Table => Placement::table(case.expert_rank(), case.world)?,
-        })
+        .placement(placement(case)?)
         .weights(match case.weights {
             WeightsWord::Dispatch => Weights::Dispatch,
             WeightsWord::Combine => Weights::Combine,
@@ -52,6 +49,17 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
         tuning.in_place = case.in_place.then(|| (case.capacity(), case.align));
         tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
     }))
+}
+
+fn placement(case: &Case) -> Result<Placement> {
+    let placed = match case.placement {
+        PlacementWord::Even => Placement::even(case.placed_experts(), case.world)?,
+        PlacementWord::Table => Placement::table(case.expert_rank(), case.world)?,
+    };
+    if case.replicas == 1 {
+        return Ok(placed);
+    }
+    placed.replicas((0..case.placed_experts()).map(|expert| (expert % case.experts) as u32).collect())
 }
 
 /// The builder of each rank, if the library accepts it.

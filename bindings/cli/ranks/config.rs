@@ -22,8 +22,8 @@ use crate::cli::cases::links::Link;
 use crate::cli::cases::presets;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{
-    ArenaWord, Check, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord, WeightsWord, Word,
-    WorldMode,
+    ArenaWord, Check, DeviceWord, IndexWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord,
+    WeightsWord, Word, WorldMode,
 };
 use crate::cli::files::check_outputs;
 use crate::cli::out::Out;
@@ -128,11 +128,13 @@ impl Config {
         add(case.scales == ScaleKind::Ue8m0, format!("--scales {}", case.scales.name()));
         add(case.weights != WeightsWord::Dispatch, format!("--weights {}", case.weights.name()));
         add(case.accumulate, "--accumulate".to_string());
+        add(case.index != IndexWord::I64, format!("--index {}", case.index.name()));
         add(case.ragged, "--ragged".to_string());
         add(case.align != 1, format!("--align {}", case.align));
         let largest = self.tokens.iter().copied().max().unwrap_or(0).max(1);
         let numbers = [
             ("--capacity", case.capacity),
+            ("--replicas", Some(case.replicas).filter(|replicas| *replicas > 1)),
             ("--duplicates", case.duplicate_percent),
             ("--max-tokens", Some(case.max_tokens).filter(|most| *most != largest)),
             ("--chunk-rows", case.chunk_rows),
@@ -210,6 +212,8 @@ impl Config {
             tokens: tokens.first().copied().unwrap_or(TOKENS),
             max_tokens,
             routing: args.routing.clone().unwrap_or(Routing::Uniform),
+            replicas: args.replicas.unwrap_or(1),
+            index: or_default(args.index, IndexWord::I64),
             duplicate_percent: args.duplicates,
             mode,
             lockstep: true,

@@ -148,7 +148,9 @@ fn spoil(
     mut ranks: impl Iterator<Item = usize>,
     dice: &mut Counter,
 ) -> Planned {
-    let Some(rank) = ranks.find(|&rank| sources[rank].tokens > 0) else { return Planned::default() };
+    // A rank that exists is never wrong.
+    let spoils = |rank: &usize| sources[*rank].tokens > 0 && !sources[*rank].by_rank;
+    let Some(rank) = ranks.find(spoils) else { return Planned::default() };
     let source = &mut sources[rank];
     let place = dice.below(source.tokens) * case.top_k;
     let k = dice.below(case.top_k);
@@ -196,10 +198,7 @@ mod tests {
 
     fn sources(case: &Case, tokens: usize) -> Vec<SourceRank> {
         let router = case.router().unwrap();
-        let of = |rank| {
-            let routed = router.draw(0, rank, tokens);
-            SourceRank { tokens, topk_idx: routed.topk_idx, topk_weight: routed.topk_weight }
-        };
+        let of = |rank| case.source(rank, tokens, router.draw(0, rank, tokens));
         (0..case.world).map(of).collect()
     }
 

@@ -24,7 +24,7 @@ use super::traffic::Traffic;
 use super::wake::Wake;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::Inputs;
-use crate::cli::cases::routing::{Routed, Router, ragged_count};
+use crate::cli::cases::routing::{Router, ragged_count};
 use crate::cli::cases::words::{ArenaWord, FaultWord, Mode, WorldMode};
 use crate::cli::reference::{
     self, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row, quantized_scales,
@@ -230,8 +230,7 @@ impl<'a> RankRun<'a> {
                 return SourceRank::default();
             }
             let tokens = self.tokens_of(i, rank);
-            let Routed { topk_idx, topk_weight } = self.router.draw(i as u64, rank, tokens);
-            SourceRank { tokens, topk_idx, topk_weight }
+            self.case.source(rank, tokens, self.router.draw(i as u64, rank, tokens))
         };
         let mut sources: Vec<SourceRank> = (0..self.case.world).map(source).collect();
         let planned = Planned::draw(self.case, &self.spec, &mut sources, i);

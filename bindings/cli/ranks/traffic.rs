@@ -90,7 +90,7 @@ mod tests {
     fn of(nodes: &[usize], source_rank: usize, to: &[i64]) -> Traffic {
         let world = nodes.iter().sum();
         let case = Case { world, nodes: nodes.to_vec(), experts: world, top_k: to.len(), ..Case::default() };
-        let source = SourceRank { tokens: 1, topk_idx: to.to_vec(), topk_weight: vec![1.0; to.len()] };
+        let source = SourceRank { tokens: 1, topk_idx: to.to_vec(), ..SourceRank::default() };
         let mut traffic = Traffic::new(&case.spec(0));
         traffic.count(&case.spec(0), &source, source_rank);
         traffic

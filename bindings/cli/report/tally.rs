@@ -10,12 +10,25 @@ use tokenyard::internals::base::Dtype;
 use super::table::table;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
-use crate::cli::cases::words::{LayoutWord, Mode, PartialWord, SUMMED, WeightsWord, Word};
+use crate::cli::cases::words::{IndexWord, LayoutWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 10] =
-    ["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes", "duplicates"];
-/// Whether rows are quantised, and whether tokens may name experts several times.
+const DIMENSIONS: [&str; 13] = [
+    "dtype",
+    "scales",
+    "combine",
+    "layout",
+    "mode",
+    "weights",
+    "quantize",
+    "partial",
+    "nodes",
+    "duplicates",
+    "replicas",
+    "index",
+    "index order",
+];
+/// Whether rows are quantised, tokens may name experts several times, and experts have replicas.
 const NO_YES: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.
 const ONE: &str = "one";
@@ -53,8 +66,10 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 | 9 => NO_YES.to_vec(),
+        6 | 9 | 10 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
+        11 => names(IndexWord::ALL),
+        12 => names(OrderWord::ALL),
         _ => vec![ONE, EVEN, UNEVEN],
     }
 }
@@ -67,7 +82,7 @@ fn nodes_of(case: &Case) -> &'static str {
     }
 }
 
-fn values_of(case: &Case) -> [&'static str; 10] {
+fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
     [
         case.dtype.name(),
         case.scales.name(),
@@ -79,6 +94,9 @@ fn values_of(case: &Case) -> [&'static str; 10] {
         case.partial.name(),
         nodes_of(case),
         NO_YES[usize::from(case.duplicate_percent.is_some())],
+        NO_YES[usize::from(case.replicas > 1)],
+        case.index.name(),
+        case.index_order.name(),
     ]
 }
 
@@ -179,11 +197,11 @@ mod tests {
 
     #[test]
     fn pairs_are_of_all_dimensions() {
-        // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with the one of
-        // 2, which are paired, too.
-        let others = DIMENSIONS.len() - 3;
-        let of_two = 2 * (2 * (4 + 3 * others)) + 2 * 2;
-        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9 + of_two);
+        // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with those of 2,
+        // which are paired, too.
+        let (twos, threes) = (4, DIMENSIONS.len() - 5);
+        let of_two = twos * 2 * (4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
+        assert_eq!(all_pairs().len(), 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
     }
 

@@ -13,7 +13,7 @@ const DRAWN: u64 = 4000;
 /// Cases of a population at the least.
 const LEAST: usize = 20;
 /// Fields whose chances are simple in some cases only.
-const PARTLY: [&str; 4] = ["hidden", "top_k", "tokens", "lockstep"];
+const PARTLY: [&str; 5] = ["hidden", "experts", "top_k", "tokens", "lockstep"];
 /// Most standard deviations that a share is off: one of 37 000 shares of true chances would be.
 const SIGMAS: f64 = 4.2;
 
@@ -71,6 +71,11 @@ fn all(_: &Case) -> bool {
 
 fn one_node(case: &Case) -> bool {
     !case.several_nodes()
+}
+
+/// Where tokens name ranks, experts and their placement are adapted.
+fn by_expert(case: &Case) -> bool {
+    case.index != IndexWord::Ranks
 }
 
 fn fp8(case: &Case) -> bool {
@@ -143,7 +148,8 @@ fn common() -> Vec<Chances> {
         chances!(out_dtype, all, alike(1.0, ["bf16", "fp16", "fp32"])),
         // A third fp8; of the others a quarter fp32.
         chances!(partial, all, by([("fp8", third), ("fp32", 1.0 / 6.0), ("same", 0.5)])),
-        chances!(placement, all, alike(1.0, ["even", "table"])),
+        chances!(placement, by_expert, alike(1.0, ["even", "table"])),
+        chances!(placement, |c| !by_expert(c), by([("even", 1.0)])),
         chances!(weights, |c| c.layout != LayoutWord::Token, alike(1.0, ["dispatch", "combine", "none"])),
         chances!(layout, all, alike(1.0, ["contiguous", "masked", "token"])),
         chances!(align, |c| c.layout != LayoutWord::Contiguous, by([("1", 1.0)])),
@@ -153,7 +159,9 @@ fn common() -> Vec<Chances> {
         chances!(scale_order, not_in_place, alike(1.0, ["row", "column"])),
         chances!(scale_order, |c| c.in_place, by([("row", 1.0)])),
         chances!(input_scales, all, alike(1.0, ["row", "column"])),
-        chances!(index, all, alike(1.0, ["i32", "i64"])),
+        chances!(index, all, by([("ranks", 1.0 / 6.0), ("i32", 5.0 / 12.0), ("i64", 5.0 / 12.0)])),
+        chances!(index_order, all, alike(1.0, ["row", "column"])),
+        chances!(replicas, |c| c.experts <= 100, [by([("1", 2.0 * third)]), alike(third, [2, 3])].concat()),
         chances!(zero_padding, |c| c.layout == LayoutWord::Contiguous, yes(0.5)),
         chances!(zero_padding, |c| c.layout != LayoutWord::Contiguous, never()),
         chances!(accumulate, all, yes(third)),
@@ -162,8 +170,19 @@ fn common() -> Vec<Chances> {
         chances!(host_counts, all, yes(0.5)),
         chances!(gap, not_in_place, by([("0", 0.5), ("16", 0.25), ("48", 0.25)])),
         chances!(gap, |c| c.in_place, by([("0", 1.0)])),
-        chances!(routing, groups_fit, kind_of_routing, alike(1.0, ["zipf:1.2", "hot", "v3-groups", "-", "-", "-"])),
-        chances!(routing, |c| !groups_fit(c), kind_of_routing, alike(1.0, ["zipf:1.2", "hot", "-", "-", "-", "-"])),
+        chances!(routing, |c| !by_expert(c), by([("uniform", 1.0)])),
+        chances!(
+            routing,
+            |c| by_expert(c) && groups_fit(c),
+            kind_of_routing,
+            alike(1.0, ["zipf:1.2", "hot", "v3-groups", "-", "-", "-"])
+        ),
+        chances!(
+            routing,
+            |c| by_expert(c) && !groups_fit(c),
+            kind_of_routing,
+            alike(1.0, ["zipf:1.2", "hot", "-", "-", "-", "-"])
+        ),
         chances!(none_percent, all, by([("0", 0.4), ("10", 0.2), ("60", 0.2), ("100", 0.2)])),
         chances!(duplicate_percent, all, [by([("-", 2.0 * third)]), alike(third, [0, 20, 60, 100])].concat()),
         chances!(mode, all, alike(1.0, ["fused", "split", "graph"])),
@@ -255,18 +274,24 @@ fn of_configurations() -> Vec<Chances> {
             |c| flag(c.hidden.is_multiple_of(128)),
             yes(1.0 - 15.0 / 256.0)
         ),
-        chances!(experts, all, kind_of_experts, experts()),
+        chances!(replicas, |c| c.experts > 100, by([("1", 1.0)])),
+        chances!(experts, by_expert, kind_of_experts, experts()),
         // One in six has as many as possible.
         chances!(
             top_k,
-            |c| c.experts >= 32,
+            |c| by_expert(c) && c.experts >= 32,
             |c| quarter(c.top_k, 32),
             quarters()
                 .into_iter()
                 .map(|(at, chance)| (at.clone(), 5.0 / 6.0 * chance + if at == "4th" { 1.0 / 6.0 } else { 0.0 }))
                 .collect()
         ),
-        chances!(top_k, |c| c.experts >= 32, |c| flag(c.top_k == 32), yes(1.0 / 6.0 + 5.0 / 6.0 * small(32, 32))),
+        chances!(
+            top_k,
+            |c| by_expert(c) && c.experts >= 32,
+            |c| flag(c.top_k == 32),
+            yes(1.0 / 6.0 + 5.0 / 6.0 * small(32, 32))
+        ),
         chances!(
             scales,
             |c| !fp8(c),
@@ -349,9 +374,9 @@ fn of_schedules() -> Vec<Chances> {
             |c| !fp8(c) && c.partial != PartialWord::Fp8 && c.hidden_quantum() == 8,
             alike(1.0, (32..=128).step_by(8))
         ),
-        chances!(experts, all, alike(1.0, 1..=10)),
-        chances!(top_k, |c| c.experts >= 4, |c| quarter(c.top_k, 4), quarters()),
-        chances!(top_k, |c| c.experts == 1, by([("1", 1.0)])),
+        chances!(experts, by_expert, alike(1.0, 1..=10)),
+        chances!(top_k, |c| by_expert(c) && c.experts >= 4, |c| quarter(c.top_k, 4), quarters()),
+        chances!(top_k, |c| by_expert(c) && c.experts == 1, by([("1", 1.0)])),
         chances!(scales, |c| !fp8(c), by([("none", 1.0)])),
         chances!(quantize, |c| c.scales == ScaleKind::None, never()),
         chances!(quantize, |c| c.scales != ScaleKind::None, yes(0.5)),
