@@ -102,8 +102,9 @@ lint() {
   say "lints"
   local -x TOKENYARD_LINT=1
   cargo clippy --all-targets -- -D warnings
-  cargo clippy --no-default-features --features cli --all-targets -- -D warnings
-  # The library alone; its tests are those of the other two.
+  # Without GPUs the library and the program differ, tests do not.
+  cargo clippy --no-default-features --features cli --lib --bins -- -D warnings
+  # The library alone.
   cargo clippy --no-default-features --lib -- -D warnings
   local tree
   tree=$(cargo tree -e normal --no-default-features --prefix none)
@@ -210,7 +211,7 @@ two_at_a_time() {
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
-# of its own, since it is built beside the last tests: g++ takes most of the time, on one core.
+# of its own, since it is built beside the tests: g++ takes most of the time, on one core.
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --features cli
   --target-dir target/sanitized)
 

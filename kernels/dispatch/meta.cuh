@@ -42,23 +42,41 @@ TY_DEVICE u32 replica_slot(const Context auto &c, u32 token) {
   return static_cast<u32>(static_cast<u64>(token * 2654435769u) << c.replica_bits >> 32);
 }
 
+// A choice as it lies in memory: two words of its number. Where choices name ranks: whether the token goes there, and
+// the rank's expert.
+struct ChoiceWords {
+  i32 low;
+  i32 high;
+};
+constexpr ChoiceWords no_choice{-1, -1};
+
+TY_DEVICE bool names_ranks(const Context auto &c, const Choices &in) {
+  return takes_any_routing(c) && in.own && in.index_bytes == 1;
+}
+
+TY_DEVICE ChoiceWords words_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
+  if (takes_any_routing(c) && k >= in.choices) return no_choice;
+  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
+  if (names_ranks(c, in)) return {load(pointer<const u8>(at)), load(pointer<const i32>(c.rank_experts) + k)};
+  // The same code for both widths: the upper half, or the same word again.
+  return {load(pointer<const i32>(at)), load(pointer<const i32>(at + in.index_bytes - 4))};
+}
+
 // An expert's number, or -1; any other number, however wide, becomes unusable_expert.
 constexpr i32 unusable_expert = -2;
-TY_DEVICE i32 choice_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
-  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
-  if (takes_any_routing(c) && in.own) {
-    if (k >= in.choices) return -1;
-    if (in.index_bytes == 1) return load(pointer<const u8>(at)) ? load(pointer<const i32>(c.rank_experts) + k) : -1;
-  }
-  i32 low = load(pointer<const i32>(at));
-  // The same code for both widths: the upper half, or the same word again.
-  i32 high = load(pointer<const i32>(at + in.index_bytes - 4));
+TY_DEVICE i32 expert_of(const Context auto &c, const Choices &in, u32 token, const ChoiceWords &words) {
+  auto [low, high] = words;
+  if (names_ranks(c, in)) return low ? high : -1;
   bool fits = in.index_bytes != 8 || high == low >> 31;
   i32 expert = fits && low >= -1 ? low : unusable_expert;
   if (!takes_any_routing(c) || !in.own || !c.replicas || expert < 0) return expert;
   if (static_cast<u32>(expert) >= c.logical_experts) return unusable_expert;
   u64 row = static_cast<u64>(expert) << c.replica_bits;
   return load(pointer<const i32>(c.replicas) + row + replica_slot(c, token));
+}
+
+TY_DEVICE i32 choice_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
+  return expert_of(c, in, token, words_at(c, in, token, k));
 }
 
 TY_DEVICE float weight_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
@@ -249,24 +267,53 @@ struct Choice {
   float weight; // if it was asked for
 };
 
+// A choice whose words may still be on their way.
+struct AskedChoice {
+  Choice choice;
+  ChoiceWords words;
+};
+
+// Loads a lane's choice, of the tokens from `token` on.
+template <bool weighed>
+TY_DEVICE AskedChoice ask_choice(const Context auto &c, const Choices &in, const Tile &tile, const ChoiceLane &lane,
+                                 u32 token) {
+  bool there = lane.token < lane.tokens && token + lane.token < tile.count;
+  AskedChoice asked{{there, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f}, no_choice};
+  u32 number = tile.first + asked.choice.token;
+  if (weighed && there) asked.choice.weight = weight_at(c, in, number, lane.k);
+  if (there) asked.words = words_at(c, in, number, lane.k);
+  return asked;
+}
+
+TY_DEVICE Choice read_choice(const Context auto &c, const Choices &in, const Tile &tile, const AskedChoice &asked) {
+  Choice choice = asked.choice;
+  choice.expert = expert_of(c, in, tile.first + choice.token, asked.words);
+  if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
+  return choice;
+}
+
 // Calls use(choice) for all choices of a tile. Warps alternate from warp `first` of the team on; a warp takes whole
-// tokens, a lane a choice. All lanes of a warp call use together, lanes without a choice too. Calls ready() once
-// before, while the first choices are being loaded. `weighed`: with the weights, loaded beside the choices.
+// tokens, a lane a choice, and loads two of them at once: 128 tokens of eight choices are two for each lane of a block.
+// All lanes of a warp call use together, lanes without a choice too. Calls ready() once before, while the first choices
+// are being loaded. `weighed`: with the weights, loaded beside the choices.
 template <bool weighed, typename Ready, typename Use>
 TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
   ChoiceLane lane = choice_lane(c);
   u32 begin = team_warp(team) < first ? team_warp(team) + team.warps - first : team_warp(team) - first;
+  u32 step = team.warps * lane.tokens;
   TY_ROLLED
-  for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
-    Choice choice{
-        lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
-    if (weighed && choice.there) choice.weight = weight_at(c, in, tile.first + choice.token, choice.k);
-    if (choice.there) choice.expert = choice_at(c, in, tile.first + choice.token, choice.k);
-    if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
+  for (u32 token = begin * lane.tokens;; token += 2 * step) {
+    AskedChoice one = ask_choice<weighed>(c, in, tile, lane, token);
+    AskedChoice other = ask_choice<weighed>(c, in, tile, lane, token + step);
     if (token == begin * lane.tokens) ready();
-    if (token >= tile.count) return;
-    use(choice);
+    Choice choice = read_choice(c, in, tile, one), next = read_choice(c, in, tile, other);
+    TY_ROLLED
+    for (u32 i = 0; i < 2; ++i) {
+      if (token + i * step >= tile.count) return;
+      use(choice);
+      choice = next;
+    }
   }
 }
 
@@ -367,12 +414,16 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
   for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
     Times times = repeats_experts(c) ? times_of(c, choice) : Times{1, 0};
-    if (!is_there(tile, choice.owner)) return;
+    bool here = is_there(tile, choice.owner);
+    if (repeats_experts(c)) {
+      u32 repeats = warp_or(here && times.all > 1 ? times.all : 0);
+      if (repeats != 0 && lane_index() == 0) atomic_or_block(times_of_tile(shared, tile), repeats);
+    }
+    if (!here) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
     if (times.all == 1) {
       atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, choice.owner.local) + word], bit);
     } else if (times.before == 0) {
-      atomic_or_block(times_of_tile(shared, tile), times.all);
       TY_ROLLED
       for (u32 plane = 0; (times.all >> plane) != 0; ++plane)
         if ((times.all >> plane) & 1)
