@@ -63,7 +63,7 @@ GROUPS = [
         ("a row count without room", "bindings/api/calls.rs", "&self.row_count, Some(4))", "&self.row_count, Some(0))"),
         ("counts of one expert for all", "bindings/api/calls.rs", "Some(4 * local), 4)", "Some(4), 4)"),
         ("int64 indices aligned as int32", "bindings/api/calls.rs",
-         "n.checked_mul(index_bytes)), index_bytes as u64)", "n.checked_mul(index_bytes)), 4)"),
+         "&self.topk_idx, span, index_bytes as u64)", "&self.topk_idx, span, 4)"),
         ("tokens aligned to half a vector", "bindings/api/calls.rs",
          'rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)',
          'rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 8)'),

@@ -224,6 +224,12 @@ pub struct Output {
     /// int32 `[local experts + 1]` in host memory the device can write: rows of each expert, then rows used. Written by
     /// the end of the call. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
+    /// int64 `[local experts, ranks]`: where the rows of each source rank begin among an expert's rows, times 2^32, plus
+    /// how many they are. Ranks are those of this generation, in order. DeepEP's `layout_range`.
+    pub source_ranges: Option<View>,
+    /// int32 `[local experts]`: the rows of each expert are added to what is there, modulo 2^32. The caller sets it to 0
+    /// when it begins to count.
+    pub total_counts: Option<View>,
 }
 
 /// The in-place output of a context, in its arena. Every [`Output`] of such a context must have these values, with
@@ -396,6 +402,8 @@ impl Output {
             row_count: None,
             zero_padding: false,
             host_counts: None,
+            source_ranges: None,
+            total_counts: None,
         }
     }
 
@@ -467,6 +475,16 @@ impl Output {
     /// Sets [`host_counts`](#structfield.host_counts).
     pub fn host_counts(self, host_counts: impl Into<Option<View>>) -> Output {
         Output { host_counts: host_counts.into(), ..self }
+    }
+
+    /// Sets [`source_ranges`](#structfield.source_ranges).
+    pub fn source_ranges(self, source_ranges: impl Into<Option<View>>) -> Output {
+        Output { source_ranges: source_ranges.into(), ..self }
+    }
+
+    /// Sets [`total_counts`](#structfield.total_counts).
+    pub fn total_counts(self, total_counts: impl Into<Option<View>>) -> Output {
+        Output { total_counts: total_counts.into(), ..self }
     }
 }
 
@@ -550,7 +568,7 @@ fn stride(name: &'static str, words: usize) -> Result<u32> {
 }
 
 /// Most views of a call: the views of a dispatch.
-const MAX_VIEWS: usize = 15;
+const MAX_VIEWS: usize = 17;
 
 /// Bytes that a call reads or writes, from the first to the last.
 #[derive(Clone, Copy, Default)]
@@ -792,6 +810,8 @@ impl Output {
             &self.token_weights,
             &self.row_count,
             &self.host_counts,
+            &self.source_ranges,
+            &self.total_counts,
         ];
         [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
     }
@@ -848,6 +868,11 @@ impl Output {
             token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
             row_count: needs.optional("row_count", &self.row_count, Some(4))?,
             host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
+            source_ranges: match &self.source_ranges {
+                Some(view) => needs.need("source_ranges", view, Some(8 * local * shape.ranks), 8)?,
+                None => 0,
+            },
+            total_counts: needs.optional("total_counts", &self.total_counts, Some(4 * local))?,
             capacity: capacity as u64,
             scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),

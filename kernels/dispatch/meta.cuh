@@ -12,7 +12,7 @@ namespace ty {
 struct MetaShared {
   // Tokens of a tile, one row a local expert and one for the rank. Where a token may name an expert several times,
   // there are as many planes of such rows as its times have bits: bit p of the times is in plane p. The rank's tokens
-  // are in the first; of the second that row begins with the times of all tokens and experts, or-ed, unless all are 1.
+  // are in the first; of the second that row begins with the times of all tokens and experts, or-ed.
   u32 bitmap[TY_BITMAP_WORDS];
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows in the tiles before
 };
@@ -42,41 +42,22 @@ TY_DEVICE u32 replica_slot(const Context auto &c, u32 token) {
   return static_cast<u32>(static_cast<u64>(token * 2654435769u) << c.replica_bits >> 32);
 }
 
-// A choice as it lies in memory: two words of its number. Where choices name ranks: whether the token goes there, and
-// the rank's expert.
-struct ChoiceWords {
-  i32 low;
-  i32 high;
-};
-constexpr ChoiceWords no_choice{-1, -1};
-
-TY_DEVICE bool names_ranks(const Context auto &c, const Choices &in) {
-  return takes_any_routing(c) && in.own && in.index_bytes == 1;
-}
-
-TY_DEVICE ChoiceWords words_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
-  if (takes_any_routing(c) && k >= in.choices) return no_choice;
-  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
-  if (names_ranks(c, in)) return {load(pointer<const u8>(at)), load(pointer<const i32>(c.rank_experts) + k)};
-  // The same code for both widths: the upper half, or the same word again.
-  return {load(pointer<const i32>(at)), load(pointer<const i32>(at + in.index_bytes - 4))};
-}
-
 // An expert's number, or -1; any other number, however wide, becomes unusable_expert.
 constexpr i32 unusable_expert = -2;
-TY_DEVICE i32 expert_of(const Context auto &c, const Choices &in, u32 token, const ChoiceWords &words) {
-  auto [low, high] = words;
-  if (names_ranks(c, in)) return low ? high : -1;
+TY_DEVICE i32 choice_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
+  if (takes_any_routing(c) && k >= in.choices) return -1;
+  u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.idx_stride;
+  if (takes_any_routing(c) && in.own && in.index_bytes == 1)
+    return load(pointer<const u8>(at)) ? load(pointer<const i32>(c.rank_experts) + k) : -1;
+  i32 low = load(pointer<const i32>(at));
+  // The same code for both widths: the upper half, or the same word again.
+  i32 high = load(pointer<const i32>(at + in.index_bytes - 4));
   bool fits = in.index_bytes != 8 || high == low >> 31;
   i32 expert = fits && low >= -1 ? low : unusable_expert;
   if (!takes_any_routing(c) || !in.own || !c.replicas || expert < 0) return expert;
   if (static_cast<u32>(expert) >= c.logical_experts) return unusable_expert;
   u64 row = static_cast<u64>(expert) << c.replica_bits;
   return load(pointer<const i32>(c.replicas) + row + replica_slot(c, token));
-}
-
-TY_DEVICE i32 choice_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
-  return expert_of(c, in, token, words_at(c, in, token, k));
 }
 
 TY_DEVICE float weight_at(const Context auto &c, const Choices &in, u32 token, u32 k) {
@@ -201,6 +182,11 @@ TY_DEVICE u32 earlier_in_row(const u32 *row, u32 token) {
   return count + popcount(load(row + token / 32) & ((1u << (token % 32)) - 1));
 }
 
+// Tokens in a bitmap row.
+TY_DEVICE u32 all_in_row(const u32 *row, u32 words) {
+  return earlier_in_row(row, words * 32 - 1) + ((load(row + words - 1) >> 31) & 1);
+}
+
 // Where metadata of one source lies.
 struct Meta {
   u64 *counts, *tokens, *source_tokens, *choices, *weights;
@@ -267,53 +253,24 @@ struct Choice {
   float weight; // if it was asked for
 };
 
-// A choice whose words may still be on their way.
-struct AskedChoice {
-  Choice choice;
-  ChoiceWords words;
-};
-
-// Loads a lane's choice, of the tokens from `token` on.
-template <bool weighed>
-TY_DEVICE AskedChoice ask_choice(const Context auto &c, const Choices &in, const Tile &tile, const ChoiceLane &lane,
-                                 u32 token) {
-  bool there = lane.token < lane.tokens && token + lane.token < tile.count;
-  AskedChoice asked{{there, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f}, no_choice};
-  u32 number = tile.first + asked.choice.token;
-  if (weighed && there) asked.choice.weight = weight_at(c, in, number, lane.k);
-  if (there) asked.words = words_at(c, in, number, lane.k);
-  return asked;
-}
-
-TY_DEVICE Choice read_choice(const Context auto &c, const Choices &in, const Tile &tile, const AskedChoice &asked) {
-  Choice choice = asked.choice;
-  choice.expert = expert_of(c, in, tile.first + choice.token, asked.words);
-  if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
-  return choice;
-}
-
 // Calls use(choice) for all choices of a tile. Warps alternate from warp `first` of the team on; a warp takes whole
-// tokens, a lane a choice, and loads two of them at once: 128 tokens of eight choices are two for each lane of a block.
-// All lanes of a warp call use together, lanes without a choice too. Calls ready() once before, while the first choices
-// are being loaded. `weighed`: with the weights, loaded beside the choices.
+// tokens, a lane a choice. All lanes of a warp call use together, lanes without a choice too. Calls ready() once
+// before, while the first choices are being loaded. `weighed`: with the weights, loaded beside the choices.
 template <bool weighed, typename Ready, typename Use>
 TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
   ChoiceLane lane = choice_lane(c);
   u32 begin = team_warp(team) < first ? team_warp(team) + team.warps - first : team_warp(team) - first;
-  u32 step = team.warps * lane.tokens;
   TY_ROLLED
-  for (u32 token = begin * lane.tokens;; token += 2 * step) {
-    AskedChoice one = ask_choice<weighed>(c, in, tile, lane, token);
-    AskedChoice other = ask_choice<weighed>(c, in, tile, lane, token + step);
+  for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
+    Choice choice{
+        lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
+    if (weighed && choice.there) choice.weight = weight_at(c, in, tile.first + choice.token, choice.k);
+    if (choice.there) choice.expert = choice_at(c, in, tile.first + choice.token, choice.k);
+    if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
     if (token == begin * lane.tokens) ready();
-    Choice choice = read_choice(c, in, tile, one), next = read_choice(c, in, tile, other);
-    TY_ROLLED
-    for (u32 i = 0; i < 2; ++i) {
-      if (token + i * step >= tile.count) return;
-      use(choice);
-      choice = next;
-    }
+    if (token >= tile.count) return;
+    use(choice);
   }
 }
 
@@ -367,37 +324,34 @@ TY_DEVICE u32 *times_of_tile(MetaShared &shared, const Tile &tile) {
   return &shared.bitmap[bitmap_row(tile, 1, tile.experts)];
 }
 
-// Whether a token of a marked tile names an expert several times; then the times of all tokens and experts, or-ed.
-TY_DEVICE u32 repeats_in_tile(const Context auto &c, MetaShared &shared, const Tile &tile) {
-  return repeats_experts(c) ? load(times_of_tile(shared, tile)) : 0;
-}
-
-// A source's rows for an expert from the tokens of a marked tile before `token`; of the rank's row its tokens. By
-// planes, two at a time, as an odd number of planes is rounded up.
+// A source's rows for an expert from the tokens of a marked tile before `token`; of the rank's row its tokens. Where
+// tokens may name experts several times, by planes, two at a time: code that only some calls run is fetched anew in
+// those, which takes longer than to run it (docs/notebook.md, "Any routing").
 TY_DEVICE u32 rows_before_token(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, u32 token) {
-  u32 times = e == tile.experts ? 0 : repeats_in_tile(c, shared, tile);
-  if (times == 0) return earlier_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], token);
-  u32 rows = 0, mask = (1u << (token % 32)) - 1;
+  if (!repeats_experts(c)) return earlier_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], token);
+  bool rank = e == tile.experts;
+  u32 rows = 0, plane = 0, times = rank ? 0 : load(times_of_tile(shared, tile));
   TY_ROLLED
-  for (u32 plane = 0; (times >> plane) != 0; plane += 2) {
+  do {
     const u32 *once = &shared.bitmap[bitmap_row(tile, plane, e)];
-    const u32 *twice = &shared.bitmap[bitmap_row(tile, plane + 1, e)];
-    u32 last = token / 32, count = popcount(load(once + last) & mask) + 2 * popcount(load(twice + last) & mask);
+    const u32 *twice = &shared.bitmap[bitmap_row(tile, rank ? plane : plane + 1, e)];
+    u32 single = 0, twofold = 0;
     TY_ROLLED
-    for (u32 word = 0; word < last; ++word) count += popcount(load(once + word)) + 2 * popcount(load(twice + word));
-    rows += count << plane;
-  }
+    for (u32 word = 0; word * 32 < token; ++word) {
+      u32 left = token - word * 32, mask = left < 32 ? (1u << left) - 1 : ~0u;
+      single += popcount(load(once + word) & mask);
+      twofold += popcount(load(twice + word) & mask);
+    }
+    rows += (rank ? single : single + 2 * twofold) << plane;
+    plane += 2;
+  } while ((times >> plane) != 0);
   return rows;
 }
 
-// Likewise from all tokens of a marked tile. Of a full row the last token is not before another.
+// Likewise from all tokens of a marked tile.
 TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
-  u32 rows = rows_before_token(c, shared, tile, e, tile.words * 32 - 1);
-  u32 times = e == tile.experts ? 0 : repeats_in_tile(c, shared, tile), plane = 0;
-  TY_ROLLED
-  do rows += load(&shared.bitmap[bitmap_row(tile, plane, e) + tile.words - 1]) >> 31 << plane;
-  while ((times >> ++plane) != 0);
-  return rows;
+  if (repeats_experts(c)) return rows_before_token(c, shared, tile, e, tile.words * 32);
+  return all_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], tile.words);
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
@@ -416,18 +370,18 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
     Times times = repeats_experts(c) ? times_of(c, choice) : Times{1, 0};
     bool here = is_there(tile, choice.owner);
     if (repeats_experts(c)) {
-      u32 repeats = warp_or(here && times.all > 1 ? times.all : 0);
-      if (repeats != 0 && lane_index() == 0) atomic_or_block(times_of_tile(shared, tile), repeats);
+      u32 all = warp_or(here ? times.all : 0);
+      if (lane_index() == 0) atomic_or_block(times_of_tile(shared, tile), all);
     }
     if (!here) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
-    if (times.all == 1) {
+    if (!repeats_experts(c)) {
       atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, choice.owner.local) + word], bit);
     } else if (times.before == 0) {
       TY_ROLLED
       for (u32 plane = 0; (times.all >> plane) != 0; ++plane)
-        if ((times.all >> plane) & 1)
-          atomic_or_block(&shared.bitmap[bitmap_row(tile, plane, choice.owner.local) + word], bit);
+        atomic_or_block(&shared.bitmap[bitmap_row(tile, plane, choice.owner.local) + word],
+                        (times.all >> plane) & 1 ? bit : 0);
     }
     atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, tile.experts) + word], bit);
   });
@@ -483,13 +437,12 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
-  bool repeats = repeats_in_tile(c, shared, tile) != 0;
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
-        u32 before = repeats ? times_of(c, choice).before : 0;
+        u32 before = repeats_experts(c) ? times_of(c, choice).before : 0;
         if (!choice.there) return;
         bool there = is_there(tile, choice.owner);
         u32 value = 0, local = choice.owner.local, token = choice.token;

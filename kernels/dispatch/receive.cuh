@@ -374,6 +374,20 @@ TY_DEVICE void pad_output(const DispatchArgs auto &a, const Team &team, const Pl
   }
 }
 
+// Where each source's rows of each expert begin among the expert's rows, and how many they are. By a team of one block.
+TY_DEVICE void write_ranges(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, bool room) {
+  const auto &c = a.context;
+  TY_ROLLED
+  for (u32 i = team_thread(team); i < c.local_experts * c.ranks; i += team_threads(team)) {
+    Quotient place = divide(i, c.ranks, c.ranks_inverse);
+    u32 e = place.whole, source = place.rest;
+    u32 begin = load(&shared.before[source * c.local_experts + e]);
+    u32 end = source + 1 < c.ranks ? load(&shared.before[(source + 1) * c.local_experts + e]) : load(&shared.rows[e]);
+    u64 range = room ? static_cast<u64>(begin) << 32 | (end - begin) : 0;
+    store(pointer<u64>(a.output.source_ranges) + i, range);
+  }
+}
+
 // Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
 // By a team of one block.
 TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, u64 epoch) {
@@ -385,11 +399,16 @@ TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const 
     u32 rows = room && !is_end ? load(&shared.rows[e]) : 0;
     if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
     if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
+    if (out.total_counts && !is_end) {
+      u32 *total = pointer<u32>(out.total_counts) + e;
+      store(total, load(total) + rows);
+    }
     if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
       store(pointer<i32>(out.expert_offset) + e, room ? static_cast<i32>(load(&shared.start[e])) : 0);
     if (out.expert_offset && out.layout == TY_LAYOUT_MASKED)
       store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(e * out.capacity));
   }
+  if (out.source_ranges) write_ranges(a, team, shared, room);
   if (team_thread(team) != 0) return;
   u32 rows = room ? load(&shared.used) : 0;
   if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));

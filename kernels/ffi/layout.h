@@ -417,6 +417,8 @@ typedef struct ty_output {
   uint64_t token_weights; // float [rows][top_k], or 0
   uint64_t row_count;     // int32 [1], or 0
   uint64_t host_counts;   // int32 [local_experts + 1] in host memory, or 0
+  uint64_t source_ranges; // int64 [local_experts][ranks]: begin << 32 | count, or 0
+  uint64_t total_counts;  // int32 [local_experts], added to, or 0
   uint64_t capacity;      // rows in all (masked: a local expert)
   uint32_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
   uint32_t layout;        // TY_LAYOUT_*

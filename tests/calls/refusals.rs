@@ -214,6 +214,14 @@ fn parts(case: &Case) -> Vec<Part> {
             output: g.output.host_counts(v),
             ..g
         }),
+        part(Of::Output, "source_ranges", "source_ranges", 8 * EXPERTS, 8, |g, v| Given {
+            output: g.output.source_ranges(v),
+            ..g
+        }),
+        part(Of::Output, "total_counts", "total_counts", 4 * EXPERTS, 4, |g, v| Given {
+            output: g.output.total_counts(v),
+            ..g
+        }),
         part(Of::Rows, "rows", "rows", span(rows, case.combine_row_bytes(), case.gap), 16, |g, v| Given {
             rows: g.rows.rows(v),
             ..g

@@ -37,6 +37,10 @@ pub struct ObservedDispatch<'a> {
     pub row_count: Option<&'a [u8]>,
     /// i32[local experts + 1]: counts, then rows used.
     pub host_counts: Option<&'a [u8]>,
+    /// i64[local experts][ranks]: begin of the source's rows among the expert's, times 2^32, plus their number.
+    pub source_ranges: Option<&'a [u8]>,
+    /// i32[local experts]: counts, added to the fill bytes.
+    pub total_counts: Option<&'a [u8]>,
 }
 
 /// Checks the output of rank `dst`.
@@ -50,8 +54,17 @@ pub fn check_dispatch(
 ) -> Report {
     let expected = expected_dispatch(spec, sources, faults, dst);
     let poison = Poison::new(spec.poison);
-    let mut check =
-        Check { spec, sources, rows, dst, seen, expected: &expected, poison: &poison, report: Report::default() };
+    let mut check = Check {
+        spec,
+        sources,
+        rows,
+        dst,
+        seen,
+        expected: &expected,
+        faults,
+        poison: &poison,
+        report: Report::default(),
+    };
     check.rows();
     check.scales();
     check.counts();
@@ -125,6 +138,7 @@ struct Check<'a> {
     dst: usize,
     seen: &'a ObservedDispatch<'a>,
     expected: &'a Expected,
+    faults: &'a Faults,
     poison: &'a Poison,
     report: Report,
 }
@@ -283,6 +297,31 @@ impl Check<'_> {
         self.numbers("row_count", seen.row_count, &[expected.used], false);
         let with_used: Vec<usize> = counts.iter().copied().chain([expected.used]).collect();
         self.numbers("host_counts", seen.host_counts, &with_used, true);
+        let fill = self.poison.word();
+        let totals: Vec<usize> = counts.iter().map(|&rows| fill.wrapping_add(rows as u32) as usize).collect();
+        self.numbers("total_counts", seen.total_counts, &totals, true);
+        let halves: Vec<usize> = self.ranges().into_iter().flat_map(|(begin, rows)| [rows, begin]).collect();
+        self.numbers("half word of source_ranges", seen.source_ranges, &halves, false);
+    }
+
+    /// Begin and number of each source's rows for each local expert, expert by expert; nothing for experts without
+    /// rows, as all are where the output is too small.
+    fn ranges(&self) -> Vec<(usize, usize)> {
+        let (spec, expected) = (self.spec, self.expected);
+        let of = |expert: usize, source: &SourceRank| {
+            let choices = (0..source.tokens).flat_map(|token| (0..spec.top_k).map(move |k| (token, k)));
+            choices.filter(|&(token, k)| source.expert(spec, token, k) == Some(expert)).count()
+        };
+        let mut ranges = Vec::new();
+        for (&expert, &rows) in expected.experts.iter().zip(&expected.counts) {
+            let mut begin = 0;
+            for (rank, source) in self.sources.iter().enumerate() {
+                let sent = if rows == 0 || self.faults.is_silent(rank) { 0 } else { of(expert, source) };
+                ranges.push((begin, sent));
+                begin += sent;
+            }
+        }
+        ranges
     }
 
     /// Compares an array of i32 that stands once per rank.

@@ -93,7 +93,7 @@ pub struct Case {
     pub ragged: bool,
     /// The token count is read from device memory.
     pub device_count: bool,
-    /// Counts are also written to host memory.
+    /// Counts are also written to host memory, by source rank, and added to earlier ones.
     pub host_counts: bool,
     /// Bytes between the end of a row and the next, in every table of rows; a multiple of 16.
     pub gap: usize,

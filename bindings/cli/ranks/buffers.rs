@@ -43,6 +43,8 @@ pub struct Buffers {
     token_weights: DeviceBuffer,
     row_count: DeviceBuffer,
     host_counts: HostBuffer,
+    source_ranges: DeviceBuffer,
+    total_counts: DeviceBuffer,
     global_expert: DeviceBuffer,
     y: DeviceBuffer,
     out: DeviceBuffer,
@@ -62,6 +64,8 @@ pub struct Observed {
     token_weights: Vec<u8>,
     row_count: Vec<u8>,
     host_counts: Vec<u8>,
+    source_ranges: Vec<u8>,
+    total_counts: Vec<u8>,
     out: Vec<u8>,
 }
 
@@ -99,6 +103,8 @@ impl Buffers {
             token_weights: alloc(per_choice)?,
             row_count: alloc(4)?,
             host_counts: device.alloc_host((local + 1) * 4)?,
+            source_ranges: alloc(local * case.world * 8)?,
+            total_counts: alloc(local * 4)?,
             global_expert: alloc(local * 4)?,
             y: alloc(rows * y_pitch(case))?,
             out: alloc((case.max_tokens + 1) * out_pitch(case))?,
@@ -117,7 +123,7 @@ impl Buffers {
     }
 
     /// Outputs of dispatch and combine.
-    fn poisoned(&self) -> [&DeviceBuffer; 10] {
+    fn poisoned(&self) -> [&DeviceBuffer; 12] {
         [
             &self.rows,
             &self.scales,
@@ -128,6 +134,8 @@ impl Buffers {
             &self.token_experts,
             &self.token_weights,
             &self.row_count,
+            &self.source_ranges,
+            &self.total_counts,
             &self.out,
         ]
     }
@@ -308,6 +316,8 @@ impl Buffers {
             .row_count(self.row_count.view())
             .zero_padding(case.zero_padding)
             .host_counts(case.host_counts.then(|| self.host_counts.view()))
+            .source_ranges(case.host_counts.then(|| self.source_ranges.view()))
+            .total_counts(case.host_counts.then(|| self.total_counts.view()))
     }
 
     /// Input of the benchmark's experts.
@@ -367,6 +377,8 @@ impl Buffers {
             token_weights: read_all(&self.token_weights)?,
             row_count: read_all(&self.row_count)?,
             host_counts: read_host(&self.host_counts),
+            source_ranges: read_all(&self.source_ranges)?,
+            total_counts: read_all(&self.total_counts)?,
             out: read_all(&self.out)?,
         })
     }
@@ -386,6 +398,8 @@ impl Buffers {
             token_weights: token_layout.then_some(seen.token_weights.as_slice()),
             row_count: Some(&seen.row_count),
             host_counts: self.case.host_counts.then_some(seen.host_counts.as_slice()),
+            source_ranges: self.case.host_counts.then_some(seen.source_ranges.as_slice()),
+            total_counts: self.case.host_counts.then_some(seen.total_counts.as_slice()),
         }
     }
 
