@@ -68,8 +68,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Experts of the layer, over all ranks: 1 to 2^20. Where experts have [replicas](Placement::replicas), each replica
-    /// counts. Mandatory.
+    /// Experts of the layer, over all ranks: 1 to 2^20. Where experts have [replicas](Placement::replicas), each
+    /// replica counts. Mandatory.
     pub fn experts(mut self, experts: usize) -> Self {
         self.experts = experts;
         self

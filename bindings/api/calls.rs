@@ -1,5 +1,6 @@
 //! Arguments of calls: views of device memory with their shapes, and the checks before anything is enqueued.
 
+use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
 use super::shape::Shape;
 use super::tables::inverse;
@@ -8,31 +9,6 @@ use crate::ffi::layout as raw;
 use crate::kernels::{Place, View};
 use std::fmt;
 
-/// Type of the routing indices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IndexType {
-    /// 32-bit signed.
-    I32,
-    /// 64-bit signed.
-    I64,
-    /// No experts: a byte for each rank of the first generation, `[tokens, ranks]`, which is not 0 where the token goes
-    /// to that rank, as one row for the rank's first expert. For contexts in which each rank holds an expert and
-    /// `top_k` is at least the number of ranks (so at most 32 ranks). Weights are `[tokens, ranks]`, too, if they come
-    /// with dispatch; in [`token_experts`](Output::token_experts) and in combine, choice k is rank k.
-    Ranks,
-}
-
-impl IndexType {
-    /// Size of one index in bytes.
-    pub fn bytes(self) -> usize {
-        match self {
-            IndexType::I32 => 4,
-            IndexType::I64 => 8,
-            IndexType::Ranks => 1,
-        }
-    }
-}
-
 /// How many tokens a rank dispatches.
 #[derive(Debug, Clone)]
 pub enum TokenCount {
@@ -40,40 +16,6 @@ pub enum TokenCount {
     Host(usize),
     /// An int32 in device memory, read when the kernel runs. The views of tokens need room for `max_tokens_per_rank`.
     Device(View),
-}
-
-/// Where elements `[tokens, choices]` lie, if not one after the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Strides {
-    /// Bytes from one token to the next; a multiple of the element's size, below 2^32. 0: the tokens share their
-    /// elements.
-    pub token_bytes: usize,
-    /// Bytes from one choice of a token to the next, likewise.
-    pub choice_bytes: usize,
-}
-
-impl Strides {
-    /// Elements of `size` bytes without gaps, `choices` for each token.
-    fn packed(size: usize, choices: usize) -> Strides {
-        Strides { token_bytes: choices.saturating_mul(size), choice_bytes: size }
-    }
-
-    /// Bytes from the first to the last of `tokens` times `choices` elements of `size` bytes; `None` beyond 64 bits.
-    fn span(self, size: usize, tokens: usize, choices: usize) -> Option<usize> {
-        let (Some(last), Some(choice)) = (tokens.checked_sub(1), choices.checked_sub(1)) else { return Some(0) };
-        let ends = last.checked_mul(self.token_bytes)?.checked_add(choice.checked_mul(self.choice_bytes)?)?;
-        ends.checked_add(size)
-    }
-
-    /// As kernels take them: token to token, choice to choice.
-    fn words(self, name: &'static str, size: usize) -> Result<[u32; 2]> {
-        let word = |bytes: usize| {
-            let fits = u32::try_from(bytes).ok().filter(|_| bytes.is_multiple_of(size));
-            let advice = || format!("use multiples of {size}, the size of an element, below 2^32");
-            fits.ok_or_else(|| Error::argument(name, format!("{bytes} bytes"), advice()))
-        };
-        Ok([word(self.token_bytes)?, word(self.choice_bytes)?])
-    }
 }
 
 /// Scales of the input rows: 4-byte words, fp32 or four UE8M0 exponents each.
@@ -224,11 +166,11 @@ pub struct Output {
     /// int32 `[local experts + 1]` in host memory the device can write: rows of each expert, then rows used. Written by
     /// the end of the call. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
-    /// int64 `[local experts, ranks]`: where the rows of each source rank begin among an expert's rows, times 2^32, plus
-    /// how many they are. Ranks are those of this generation, in order. DeepEP's `layout_range`.
+    /// int64 `[local experts, ranks]`: where the rows of each source rank begin among an expert's rows, times 2^32,
+    /// plus how many they are. Ranks are those of this generation, in order. DeepEP's `layout_range`.
     pub source_ranges: Option<View>,
-    /// int32 `[local experts]`: the rows of each expert are added to what is there, modulo 2^32. The caller sets it to 0
-    /// when it begins to count.
+    /// int32 `[local experts]`: the rows of each expert are added to what is there, modulo 2^32. The caller sets it
+    /// to 0 when it begins to count.
     pub total_counts: Option<View>,
 }
 

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
 //! | the context: building it, its calls, its end | `context`, `device_memory`, `agreement`, `open` |
-//! | arguments of calls, and their checks | `calls` |
+//! | arguments of calls, and their checks | `calls`, `choices` |
 //! | what combine needs of a dispatch | `handle` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
 //! | offsets in the arena | `plan` |
@@ -17,6 +17,7 @@
 mod agreement;
 mod builder;
 mod calls;
+mod choices;
 mod context;
 mod device_memory;
 mod format;
@@ -33,9 +34,8 @@ mod tables;
 mod tuning;
 
 pub use builder::AllToAllBuilder;
-pub use calls::{
-    Combined, InPlaceOutput, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, Strides, TokenCount, Tokens,
-};
+pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};

@@ -408,6 +408,29 @@ fn faults_of_strides(case: &Case, good: &Given) -> Vec<Fault> {
     faults
 }
 
+/// Strides of choices and weights that are no whole elements, or too large for a kernel.
+fn faults_of_choices(case: &Case, good: &Given) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    let index = case.index_type.bytes();
+    type Set = fn(Tokens, Strides) -> Tokens;
+    let tables: [(&str, usize, Set); 2] = [
+        ("topk_idx_strides", index, |tokens, strides| tokens.topk_idx_strides(strides)),
+        ("topk_weight_strides", 4, |tokens, strides| tokens.topk_weight_strides(strides)),
+    ];
+    for (field, size, set) in tables {
+        let advice = format!("use multiples of {size}, the size of an element, below 2^32");
+        for wrong in [size - 1, size / 2, size + 1, 1 << 32] {
+            for (token_bytes, choice_bytes) in [(wrong, size), (size, wrong)] {
+                let tokens = set(good.tokens.clone(), Strides { token_bytes, choice_bytes });
+                let given = Given { tokens, ..good.clone() };
+                let (value, advice) = (format!("{wrong} bytes"), advice.clone());
+                faults.push(Fault { of: Of::Tokens, field, given, name: field, value, advice });
+            }
+        }
+    }
+    faults
+}
+
 /// Optional views that are left out where they are needed, and given where they are not.
 fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> {
     let mut faults = Vec::new();
@@ -519,6 +542,7 @@ fn faults(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> {
     let mut faults = faults_of_views(memory, case, good);
     faults.extend(faults_of_pitches(case, good));
     faults.extend(faults_of_strides(case, good));
+    faults.extend(faults_of_choices(case, good));
     faults.extend(faults_of_presence(memory, case, good));
     faults.extend(faults_of_kinds(case, good));
     faults
@@ -534,7 +558,7 @@ struct Memory {
 }
 
 /// Most views of all arguments together.
-const VIEWS: usize = 18;
+const VIEWS: usize = 20;
 
 impl Memory {
     fn new(device: &Device) -> Memory {

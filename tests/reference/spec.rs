@@ -123,8 +123,8 @@ impl Spec {
     ///
     /// Of its replicas the nearest compete: those of the rank, else of the rank's node, else all. The upper bits of the
     /// token's number times 2 654 435 769, in 32 bits, name a slot, of 16 for each replica that the expert with most
-    /// has, rounded up to a power of two, at most 4096; slots take the competing replicas by turns, from the rank's
-    /// number on.
+    /// has, rounded up to a power of two, at most 4096; slots take the competing replicas one after the other, from
+    /// the rank's number on.
     fn replica(&self, rank: usize, token: usize, named: usize) -> Option<usize> {
         if self.replicas.is_empty() {
             return Some(named).filter(|&e| e < self.experts);
