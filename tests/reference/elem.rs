@@ -42,6 +42,16 @@ impl Elem {
         }
     }
 
+    /// The largest finite value: all significand bits set, at the largest exponent; e4m3 gives its last code to NaN.
+    pub fn largest(self) -> f64 {
+        match self {
+            Elem::E4m3 => 448.0,
+            Elem::Bf16 => (2.0 - pow2(-7)) * pow2(127),
+            Elem::Fp16 => 65504.0,
+            Elem::Fp32 => (2.0 - pow2(-23)) * pow2(127),
+        }
+    }
+
     /// Half of the smallest subnormal: what rounding may change below the normal range, whatever the value.
     pub fn half_subnormal(self) -> f64 {
         match self {
