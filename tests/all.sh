@@ -211,7 +211,7 @@ two_at_a_time() {
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
-# of its own, since it is built beside the tests: g++ takes most of the time, on one core.
+# of its own, since it is built beside the last tests: g++ takes most of the time, on one core.
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --features cli
   --target-dir target/sanitized)
 

@@ -2,7 +2,7 @@
 # Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
 # tools of the Rust toolchain.
 #
-#   tests/coverage.sh [COMMAND...]     COMMAND runs beside the tests, most of which wait
+#   tests/coverage.sh [COMMAND...]     COMMAND runs beside the VM, which keeps one core busy
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,14 +27,6 @@ build=(cargo test --no-default-features --features cli --target-dir "$target" --
 # The program itself stands elsewhere.
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
 
-export logs=$target/logs
-beside=
-trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null || true' EXIT
-if [ $# -gt 0 ]; then
-  env -u RUSTC_WORKSPACE_WRAPPER -u LLVM_PROFILE_FILE nice -n 19 "$@" >"$logs/beside.log" 2>&1 &
-  beside=$!
-fi
-
 # Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has
 # ended, or has run for much longer than ever.
 first() {
@@ -42,6 +34,7 @@ first() {
   for name in transport calls proxy program; do grep "/$name-[^/]*\$" <<<"$programs" || true; done
   grep -v -E '/(transport|calls|proxy|program|verbs)-[^/]*$' <<<"$programs"
 }
+export logs=$target/logs
 # shellcheck disable=SC2016
 first | xargs -P 2 -I '{}' bash -c '
   log=$logs/$(basename "{}").log
@@ -71,6 +64,12 @@ in_vm() {
   esac
   return "$status"
 }
+beside=
+trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null || true' EXIT
+if [ $# -gt 0 ]; then
+  env -u RUSTC_WORKSPACE_WRAPPER -u LLVM_PROFILE_FILE nice -n 19 "$@" >"$logs/beside.log" 2>&1 &
+  beside=$!
+fi
 in_vm
 
 # libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
