@@ -21,17 +21,16 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     }
     let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
+    let any_routing = specialised && takes_any_routing(args);
     let kernel = match args.output.layout {
-        _ if quantizes && any_routing(args) => ("ty_dispatch", "ty_dispatch_nodes"),
-        raw::TY_LAYOUT_CONTIGUOUS if specialised && any_routing(args) => {
+        _ if quantizes && any_routing => ("ty_dispatch", "ty_dispatch_nodes"),
+        raw::TY_LAYOUT_CONTIGUOUS if any_routing => {
             ("ty_dispatch_any_routing_contiguous", "ty_dispatch_any_routing_contiguous_nodes")
         }
-        raw::TY_LAYOUT_MASKED if specialised && any_routing(args) => {
+        raw::TY_LAYOUT_MASKED if any_routing => {
             ("ty_dispatch_any_routing_masked", "ty_dispatch_any_routing_masked_nodes")
         }
-        raw::TY_LAYOUT_TOKEN if specialised && any_routing(args) => {
-            ("ty_dispatch_any_routing_token", "ty_dispatch_any_routing_token_nodes")
-        }
+        raw::TY_LAYOUT_TOKEN if any_routing => ("ty_dispatch_any_routing_token", "ty_dispatch_any_routing_token_nodes"),
         raw::TY_LAYOUT_CONTIGUOUS if quantizes => {
             ("ty_dispatch_quantize_contiguous", "ty_dispatch_quantize_contiguous_nodes")
         }
@@ -51,7 +50,7 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
 }
 
 /// Whether choices may be other than numbers of experts, top_k for each token, each named once.
-fn any_routing(args: &raw::ty_dispatch_args) -> bool {
+fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
     let (context, tokens) = (&args.context, &args.tokens);
     context.bitmap_planes > 1 || context.replicas != 0 || tokens.index_bytes == 1 || tokens.choices != context.top_k
 }

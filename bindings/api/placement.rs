@@ -205,6 +205,26 @@ mod tests {
     }
 
     #[test]
+    fn a_source_takes_its_nearest_replicas_that_are_in_the_world_one_after_the_other() {
+        // Logical expert 0 on ranks 0 to 3, 1 on ranks 1 and 3, 2 on rank 3.
+        let placement = Placement::table(vec![0, 1, 2, 3, 1, 3, 3], 4).unwrap();
+        let placement = placement.replicas(vec![0, 0, 0, 0, 1, 1, 2]).unwrap();
+        // The first slots of each row: 16 for each of four replicas.
+        let firsts = |source: usize, class: [Option<u8>; 4]| {
+            let table = placement.replica_table(source, |rank| class[rank as usize]);
+            assert_eq!(table.len(), 3 * 64);
+            table.chunks(64).map(|row| row[..4].to_vec()).collect::<Vec<_>>()
+        };
+        let (own, node, other) = (Some(0), Some(1), Some(2));
+        assert_eq!(firsts(0, [own, node, other, other])[..2], [vec![0; 4], vec![4; 4]]);
+        assert_eq!(firsts(2, [other, other, own, node]), [vec![2; 4], vec![5; 4], vec![6; 4]]);
+        assert_eq!(firsts(1, [None, None, node, node])[0], [3, 2, 3, 2]);
+        assert_eq!(firsts(2, [other, other, None, other]), [vec![3, 0, 1, 3], vec![4, 5, 4, 5], vec![6; 4]]);
+        // Nowhere in the world: replicas of old, which get nothing.
+        assert_eq!(firsts(0, [own, node, other, None])[2], [6; 4]);
+    }
+
+    #[test]
     fn experts_and_ranks_beyond_what_a_table_counts_are_refused_with_both() {
         for (experts, ranks) in [(usize::MAX, 1), ((1 << 20) + 1, 8), (8, usize::MAX), (8, 16_385), (8, 0)] {
             let text = Placement::even(experts, ranks).unwrap_err().to_string();
