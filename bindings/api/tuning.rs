@@ -76,7 +76,8 @@ pub struct Tuning {
     /// Which replica this rank's tokens take, `[logical experts, slots]` row by row: slots is a power of two up to
     /// 4096, and each entry is a [replica](super::Placement::replicas) of its row's expert. Token t takes the entry of
     /// slot floor((t · 2 654 435 769 mod 2^32) · slots / 2^32). Replicas on ranks that are no longer in the world get
-    /// nothing. Ranks may differ. Default: the table that [`Placement::replicas`](super::Placement::replicas) describes.
+    /// nothing. Ranks may differ. Default: the table that
+    /// [`Placement::replicas`](super::Placement::replicas) describes.
     pub replica_table: Option<Vec<u32>>,
     /// Handles allocated when the context is built, 1 to 1024: one for each dispatch that is alive at the same time.
     /// More are allocated on demand, but not while a stream captures: a recorded dispatch takes an allocated handle
