@@ -247,7 +247,7 @@ MUTANTS = [
     ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
     ("launches of any round taken for the next", CONTEXT, "bool in_round = c.rounds == 1 || next.number == round,", "bool in_round = true,"),
     ("a call received that another call sent", CONTEXT, "own = (sends && next.number == 0) || progress.call == call;", "own = (sends && next.number == 0) || progress.call != 0;"),
-    ("lanes of a warp list rows by masks of their own", PARTIAL, "if (!handle_may_change(c)) return load(mask);", "if (c.ranks != 0) return load(mask);"),
+    ("lanes of a warp list rows by masks of their own", PARTIAL, "if (!handle_may_change(c)) return masks.at(i);", "if (c.ranks != 0) return masks.at(i);"),
     ("a combine has the number of the call before", CALLS, "call: self.open.pool.number() })", "call: handle.lease.raw().serial })"),
     ("free flag ignored", CONTEXT, "  if (c.free_flags == 0 || epoch == c.first_epoch) return true;", "  if (c.first_epoch != 0) return true;"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),

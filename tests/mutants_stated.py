@@ -2,6 +2,35 @@
 program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
 
 GROUPS = [
+    ("test", "handles", [
+        ("a token's last choice leads to its first", "kernels/dispatch/receive.cuh", "later ? next : 0", "next"),
+        ("a token's first choice is its last", "kernels/dispatch/receive.cuh",
+         "here ? lowest_bit(here) : 0", "here ? 31 - __builtin_clz(here) : 0"),
+        ("a list of choices is read for its first alone", "kernels/combine/send.cuh",
+         "next != 0 && count < c.top_k; ++count", "next != 0 && count < 1; ++count"),
+        ("weights of compact handles are those of other choices", "kernels/common/context.cuh",
+         "same_bits<u32>(weight)) << 32", "same_bits<u32>(1.0f)) << 32"),
+        ("handles of larger outputs keep their memory", "bindings/api/handle.rs", "if had >= rows.max(1) {", "if had >= 1 {"),
+        ("a capture enlarges a handle", "bindings/api/handle.rs", "if recorded || queue.is_capturing()? {", "if rows == 0 {"),
+        ("a refused dispatch takes a handle from its capture", "bindings/api/open.rs",
+         "        rows.map_or(Ok(()), |rows| self.make_room(&lease, rows))?;\n        self.uses(&lease)?;\n",
+         "        self.uses(&lease)?;\n        rows.map_or(Ok(()), |rows| self.make_room(&lease, rows))?;\n"),
+    ]),
+    ("unit", "handle", [
+        ("a capture takes any handle", "bindings/api/handle.rs", "max_by_key(|(_, slot)| slot.rows())", "next()"),
+        ("entries freed while work may use them", "bindings/api/handle.rs",
+         "self.row_choices.push(entries);", "self.row_choices = vec![entries];"),
+        ("rows beyond an entry's bits", "bindings/api/handle.rs",
+         "rows > raw::TY_MAX_COMPACT_ROWS as usize {", "rows > 8 * raw::TY_MAX_COMPACT_ROWS as usize {"),
+    ]),
+    ("unit", "pick", [
+        ("specialised kernels of one node read compact handles", "bindings/api/pick.rs",
+         "&& (handle.row_choices == 0 || context.nodes > 1)", ""),
+    ]),
+    ("test", "plans", [
+        ("masks of small nodes take eight bytes", "bindings/api/handle.rs", "{ 1 } else { 8 }", "{ 8 } else { 8 }"),
+        ("large handles have tables", "bindings/api/handle.rs", "2 * table_bytes(shape) > most", "table_bytes(shape) > 64 * most"),
+    ]),
     ("test", "extremes", [
         ("ranks past a word lack no rows", "kernels/combine/send.cuh",
          "  if (c.node_ranks > warp_size) missing |= static_cast<u64>(load(&shared.missing[1])) << warp_size;\n", ""),

@@ -1,6 +1,7 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
+use super::handle::Size;
 use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
 use super::shape::{FEW_BLOCKS, Shape, Weights};
@@ -171,7 +172,9 @@ impl AllToAllBuilder {
         shape.choose_ll_tokens(self.has_few_blocks(&shape));
         let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
         let gpu = gpu.map(|gpu| sms_available(gpu, self.proxy.as_ref()));
-        Ok(Plan::new(&shape.plan_input())?.with_traffic(&Traffic::of(&shape).explain(gpu)))
+        let plan = Plan::new(&shape.plan_input())?;
+        let handle_bytes = Size::of(&shape, plan.rounds, &self.tuning).in_all();
+        Ok(plan.with_handles(handle_bytes).with_traffic(&Traffic::of(&shape).explain(gpu)))
     }
 
     /// Whether this rank's calls have few blocks. Without a device: whether a GPU's have.
@@ -213,7 +216,9 @@ impl AllToAllBuilder {
         let (names, rows) = if self.tuning.duplicates { (usize::MAX, self.top_k) } else { (experts, 1) };
         within("top_k", self.top_k, 1, names.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize / rows, "tokens a rank")?;
-        within("handles", self.tuning.handles, 1, 1024, "handles")
+        within("handles", self.tuning.handles, 1, 1024, "handles")?;
+        let rows = self.tuning.handle_rows.unwrap_or(1);
+        within("handle_rows", rows, 0, raw::TY_MAX_COMPACT_ROWS as usize, "rows of a handle")
     }
 
     fn check_rounds(&self) -> Result<()> {

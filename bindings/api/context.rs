@@ -4,7 +4,7 @@ use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::calls::{Combined, InPlaceOutput, Layout, Needs, Output, Rows, Sums, Tokens};
 use super::device_memory::{Local, Shared, device_context};
-use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows};
+use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
 use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
@@ -104,6 +104,8 @@ impl AllToAllBuilder {
         shape.choose_ll_tokens(agreed.few_blocks);
         shape.receives = agreed.receives;
         let plan = Plan::new(&shape.plan_input())?;
+        let handle_bytes = Size::of(&shape, plan.rounds, &builder.tuning).in_all();
+        let plan = plan.with_handles(handle_bytes);
 
         // Everything that can fail on one rank alone comes before the next exchange, which notifies the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan, agreed.numbers);
@@ -191,7 +193,7 @@ impl AllToAll {
         let input = tokens.check(&mut needs)?;
         let out = self.check_output(output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
-        let lease = call.take()?;
+        let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
         self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, lease.raw(), input, Some(out)))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
@@ -215,7 +217,7 @@ impl AllToAll {
         self.check_split()?;
         let input = tokens.check(&mut self.needs())?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
-        let lease = call.take()?;
+        let lease = call.take(None)?;
         call.keep(tokens.views());
         self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
@@ -248,6 +250,7 @@ impl AllToAll {
         let out = self.check_output(output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.lease)?;
+        call.make_room(&sent.lease, self.rows(output))?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
@@ -541,8 +544,13 @@ impl AllToAll {
         Ok(SentRows { rows, pitch, topk_weight, call: self.open.pool.number() })
     }
 
+    /// Rows of an output, which was checked.
+    fn rows(&self, output: &Output) -> usize {
+        output.layout.rows(self.shape.local_experts).unwrap_or(0)
+    }
+
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
-        let rows = output.layout.rows(self.shape.local_experts).unwrap_or(0);
+        let rows = self.rows(output);
         Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id() }
     }
 

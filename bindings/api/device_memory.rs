@@ -155,7 +155,7 @@ impl Local {
         let reports = Reports::allocate(&device, shape.ranks)?;
         let statistics =
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.rounds, (builder.tuning.handles, builder.tuning.ordered))?;
+        let pool = Pool::new(&device, shape, plan.rounds, &builder.tuning)?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }

@@ -1,7 +1,11 @@
 //! Handles: what combine needs of a dispatch, in device memory, from a pool that grows with the handles in use.
+//!
+//! A handle is compact where a table of all choices that could come would be large: it then has an entry for each row
+//! of the dispatch's output instead (`RowChoice` in kernels/common/context.cuh).
 
 use super::calls::{Layout, Rows, Tokens};
 use super::shape::Shape;
+use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, Half, LastUse, Queue};
@@ -10,27 +14,76 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// The most bytes of a table of all choices that could come: an output row and a weight for each. Such a table is read
+/// faster than lists of rows where a rank gets most choices of each token, as in small worlds. Specialised kernels of
+/// one node know nothing else.
+const LARGEST_TABLE: usize = 4 << 20;
+/// The same in worlds of several nodes.
+const LARGEST_TABLE_OF_NODES: usize = 1 << 20;
+
 /// The device memory of one handle.
 pub(crate) struct Slot {
     _memory: DeviceBuffer,
+    /// Entries for output rows, in compact handles; the last is in use. Work may still use the others, which were too
+    /// small for a later dispatch. Each has twice the former's rows at least, so they take less than the last.
+    row_choices: Vec<DeviceBuffer>,
     raw: raw::ty_handle,
     last: Arc<LastUse>,
 }
+
+impl Slot {
+    /// Output rows for which there are entries.
+    fn rows(&self) -> usize {
+        self.row_choices.last().map_or(0, |entries| entries.view().len() / ROW_CHOICE_BYTES)
+    }
+
+    /// Takes memory with more entries into use.
+    fn give(&mut self, entries: DeviceBuffer) {
+        self.raw.row_choices = entries.view().ptr();
+        self.row_choices.push(entries);
+    }
+}
+
+/// An entry for an output row.
+const ROW_CHOICE_BYTES: usize = 8;
 
 /// Handles that are free. Held by the context and by every handle in use.
 pub(crate) struct Pool {
     device: Device,
     ordered: bool,
-    /// Offsets of a handle's parts in its memory, and the memory's size in bytes.
-    offsets: [u64; PARTS],
-    bytes: usize,
+    size: Size,
     free: Mutex<Free>,
     /// The number last given to a dispatch or a combine.
     numbers: AtomicU32,
 }
 
-/// Parts of a handle's memory.
+/// Parts of a handle's memory, but for the entries of output rows.
 const PARTS: usize = 10;
+
+/// The size of a context's handles.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Size {
+    /// Offsets of a handle's parts in its memory, and the memory's size in bytes.
+    offsets: [u64; PARTS],
+    bytes: usize,
+    /// Of compact handles: output rows for which a new one has entries.
+    rows: Option<usize>,
+}
+
+impl Size {
+    pub fn of(shape: &Shape, rounds: usize, tuning: &Tuning) -> Size {
+        let most = if shape.nodes.members().len() > 1 { LARGEST_TABLE_OF_NODES } else { LARGEST_TABLE };
+        let compact = tuning.compact_handles.unwrap_or_else(|| 2 * table_bytes(shape) > most);
+        let rows = compact.then(|| tuning.handle_rows.unwrap_or_else(|| usual_rows(shape)).max(1));
+        let (offsets, bytes) = layout(shape, rounds, compact);
+        Size { offsets, bytes, rows }
+    }
+
+    /// Bytes of a handle that is allocated when the context is built.
+    pub fn in_all(&self) -> u64 {
+        (self.bytes + self.rows.unwrap_or(0) * ROW_CHOICE_BYTES) as u64
+    }
+}
 
 struct Free {
     slots: Vec<Slot>,
@@ -39,30 +92,37 @@ struct Free {
 }
 
 impl Pool {
-    /// Allocates `count` handles.
-    pub fn new(device: &Device, shape: &Shape, rounds: usize, (count, ordered): (usize, bool)) -> Result<Arc<Pool>> {
-        let (offsets, bytes) = layout(shape, rounds);
-        let free = Mutex::new(Free { slots: Vec::with_capacity(count), abandoned: false });
-        let pool = Pool { device: device.clone(), ordered, offsets, bytes, free, numbers: AtomicU32::new(0) };
-        for _ in 0..count {
-            let slot = pool.make()?;
+    /// Allocates `tuning.handles` handles.
+    pub fn new(device: &Device, shape: &Shape, rounds: usize, tuning: &Tuning) -> Result<Arc<Pool>> {
+        let size = Size::of(shape, rounds, tuning);
+        let free = Mutex::new(Free { slots: Vec::with_capacity(tuning.handles), abandoned: false });
+        let (device, ordered, numbers) = (device.clone(), tuning.ordered, AtomicU32::new(0));
+        let pool = Pool { device, ordered, size, free, numbers };
+        for _ in 0..tuning.handles {
+            let mut slot = pool.make()?;
             slot._memory.fill(0)?;
+            if let Some(rows) = size.rows {
+                let entries = pool.device.alloc(rows * ROW_CHOICE_BYTES)?;
+                entries.fill(0)?;
+                slot.give(entries);
+            }
             pool.lock().slots.push(slot);
         }
         Ok(Arc::new(pool))
     }
 
     /// Takes a handle for work on `queue`: a handle last used there, else one whose last use the queue can wait for,
-    /// else a new one. For `recorded` work any free handle: its graph waits when it is launched.
+    /// else a new one. For `recorded` work the free handle with the most rows: its graph waits when it is launched.
     ///
     /// # Errors
     /// `Argument` if the stream captures and no handle is free: a capture cannot allocate. `Device` without memory.
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
-        let mut slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
+        let mut slot =
+            if recorded { self.lock().take_largest().ok_or_else(none_free)? } else { self.take_eager(queue)? };
         // Combine refuses what an earlier dispatch left in this memory, if this handle's own never runs.
         slot.raw.serial = self.number();
         slot.raw.call = slot.raw.serial;
-        Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
+        Ok(Lease { last: slot.last.clone(), slot: Mutex::new(Some(slot)), pool: self.clone() })
     }
 
     /// The next number of a dispatch or a combine, modulo 2^32, never TY_HANDLE_EMPTY.
@@ -90,15 +150,37 @@ impl Pool {
         Ok(slot)
     }
 
+    /// Gives a compact handle entries for so many output rows, if it has fewer, for work on `queue`.
+    fn enlarge(&self, slot: &mut Slot, rows: usize, queue: &Queue, recorded: bool) -> Result<()> {
+        let Some(least) = self.size.rows else { return Ok(()) };
+        let had = slot.rows();
+        if had >= rows.max(1) {
+            return Ok(());
+        }
+        if rows > raw::TY_MAX_COMPACT_ROWS as usize {
+            let advice =
+                format!("outputs of this context have at most {} rows; ask for fewer", raw::TY_MAX_COMPACT_ROWS);
+            return Err(Error::argument("layout", format!("{rows} rows"), advice));
+        }
+        if recorded || queue.is_capturing()? {
+            return Err(too_small(had, rows));
+        }
+        let entries = self.device.alloc(rows.max(least).max(2 * had) * ROW_CHOICE_BYTES)?;
+        queue.fill(entries.view().span(), 0)?;
+        slot.give(entries);
+        Ok(())
+    }
+
     fn make(&self) -> Result<Slot> {
-        let memory = self.device.alloc(self.bytes)?;
+        let memory = self.device.alloc(self.size.bytes)?;
         let [head, rows, weights, slots, source_tokens, rank_mask, wire_row, wire_rows, rail_mask, rail_rows] =
-            self.offsets.map(|offset| memory.view().ptr() + offset);
+            self.size.offsets.map(|offset| memory.view().ptr() + offset);
         let raw = raw::ty_handle {
             head,
             rows,
             weights,
             slots,
+            row_choices: 0,
             source_tokens,
             rank_mask,
             wire_row,
@@ -108,7 +190,7 @@ impl Pool {
             serial: raw::TY_HANDLE_EMPTY,
             call: 0,
         };
-        Ok(Slot { _memory: memory, raw, last: Arc::new(LastUse::new(self.ordered)) })
+        Ok(Slot { _memory: memory, row_choices: Vec::new(), raw, last: Arc::new(LastUse::new(self.ordered)) })
     }
 
     /// Keeps the memory of all handles for good, also of handles in use when they come back: kernels that do not end
@@ -124,6 +206,32 @@ impl Pool {
     }
 }
 
+impl Free {
+    fn take_largest(&mut self) -> Option<Slot> {
+        let (at, _) = self.slots.iter().enumerate().max_by_key(|(_, slot)| slot.rows())?;
+        Some(self.slots.swap_remove(at))
+    }
+}
+
+/// Bytes of a word for each choice that could come.
+fn table_bytes(shape: &Shape) -> usize {
+    shape.ranks * shape.max_tokens * shape.top_k * size_of::<u32>()
+}
+
+/// Output rows that a rank gets of the most tokens, if all experts get as many, and an eighth more.
+fn usual_rows(shape: &Shape) -> usize {
+    let rows = shape.ranks * shape.max_tokens * shape.top_k * shape.local_experts / shape.experts.max(1);
+    (rows + rows / 8).clamp(1, raw::TY_MAX_COMPACT_ROWS as usize)
+}
+
+fn too_small(had: usize, rows: usize) -> Error {
+    Error::argument(
+        "handle",
+        format!("room for {had} rows while the stream captures, where the output has {rows}"),
+        "dispatch into such an output before capturing, once for each dispatch that the graph records, and drop the handles",
+    )
+}
+
 fn none_free() -> Error {
     Error::argument(
         "handle",
@@ -132,20 +240,23 @@ fn none_free() -> Error {
     )
 }
 
-fn layout(shape: &Shape, rounds: usize) -> ([u64; PARTS], usize) {
+fn layout(shape: &Shape, rounds: usize, compact: bool) -> ([u64; PARTS], usize) {
     let tokens = shape.ranks * shape.max_tokens;
     let links = shape.nodes.members().len() - 1;
     let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
+    let table = if compact { 0 } else { table_bytes(shape) };
+    let node = shape.nodes.node_of(shape.name).and_then(|node| shape.nodes.members().get(node));
+    let mask = if node.is_some_and(|ranks| ranks.len() <= raw::TY_NARROW_RANKS as usize) { 1 } else { 8 };
     let sizes = [
         size_of::<raw::ty_handle_head>(),
-        tokens * shape.top_k * 4,
-        tokens * shape.top_k * 4,
+        table,
+        table,
         tokens * 4,
         shape.ranks * (rounds + 1) * 4,
         shape.max_tokens * 8,
         links * shape.max_tokens * 4,
         links * (rounds + 1) * 4,
-        served * shape.max_tokens * 8,
+        served * shape.max_tokens * mask,
         served * (rounds + 1) * 4,
     ];
     let mut offsets = [0u64; PARTS];
@@ -160,14 +271,27 @@ fn layout(shape: &Shape, rounds: usize) -> ([u64; PARTS], usize) {
 /// A handle taken from the pool; goes back when dropped. Work enqueued with it may then still use it, so the next call
 /// that takes it waits for its last use.
 pub(crate) struct Lease {
-    slot: Option<Slot>,
+    slot: Mutex<Option<Slot>>,
     last: Arc<LastUse>,
     pool: Arc<Pool>,
 }
 
 impl Lease {
     pub fn raw(&self) -> raw::ty_handle {
-        self.slot.as_ref().map_or_else(raw::ty_handle::default, |slot| slot.raw)
+        self.lock().as_ref().map_or_else(raw::ty_handle::default, |slot| slot.raw)
+    }
+
+    /// Makes room for an output of so many rows, before the launches that write it on `queue`.
+    ///
+    /// # Errors
+    /// `Argument` for more rows than a handle can have, or if memory is needed while the stream captures (`recorded`
+    /// for a capture of this crate's own). `Device` without memory.
+    pub fn make_room(&self, rows: usize, queue: &Queue, recorded: bool) -> Result<()> {
+        self.lock().as_mut().map_or(Ok(()), |slot| self.pool.enlarge(slot, rows, queue, recorded))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Slot>> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn last_use(&self) -> &Arc<LastUse> {
@@ -177,7 +301,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let Some(slot) = self.slot.take() else { return };
+        let Some(slot) = self.lock().take() else { return };
         let mut free = self.pool.lock();
         if free.abandoned {
             std::mem::forget(slot);
@@ -312,4 +436,47 @@ pub(crate) struct SentRows {
     pub topk_weight: u64,
     /// The call's number: see `ty_handle.call`.
     pub call: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bindings::api::AllToAll;
+    use crate::transport::world::World;
+
+    #[test]
+    fn a_compact_handle_takes_no_more_rows_than_its_entries_name() {
+        let (world, device) = (World::threads(1).unwrap().remove(0), Device::cpu().unwrap());
+        let builder = AllToAll::builder(&world).device(device.clone()).hidden(8).experts(2).top_k(1);
+        let builder = builder.max_tokens_per_rank(5).tuning(|t| (t.handles, t.compact_handles) = (1, Some(true)));
+        let (shape, _) = builder.check().unwrap();
+        let pool =
+            Pool::new(&device, &shape, 1, &Tuning { handles: 1, compact_handles: Some(true), ..Tuning::default() });
+        let (pool, stream) = (pool.unwrap(), device.new_stream().unwrap());
+        let lease = pool.take(stream.queue(), false).unwrap();
+        let entries = |lease: &Lease| lease.lock().as_ref().unwrap().rows();
+        // 5 rows of uniform routing; an eighth of that is none.
+        assert_eq!(entries(&lease), 5);
+        let most = raw::TY_MAX_COMPACT_ROWS as usize;
+        for rows in [most + 1, usize::MAX] {
+            let text = lease.make_room(rows, stream.queue(), false).unwrap_err().to_string();
+            assert!(text.contains(&format!("{rows} rows")) && text.contains("at most 67108863 rows"), "{text}");
+        }
+        let before = lease.raw().row_choices;
+        lease.make_room(5, stream.queue(), true).unwrap();
+        assert_eq!((entries(&lease), lease.raw().row_choices), (5, before));
+        // Work may use the smaller memory for as long as the pool lives.
+        for (rows, has) in [(6, 10), (10, 10), (11, 20), (100, 100)] {
+            lease.make_room(rows, stream.queue(), false).unwrap();
+            assert_eq!(entries(&lease), has);
+        }
+        assert_eq!(lease.lock().as_ref().unwrap().row_choices.len(), 4);
+        drop(lease);
+        // A capture takes the handle with the most rows.
+        let (small, large) = (pool.make().unwrap(), pool.take(stream.queue(), false).unwrap());
+        pool.lock().slots.push(small);
+        drop(large);
+        pool.lock().slots.reverse();
+        assert_eq!([(); 2].map(|()| pool.take(stream.queue(), true).unwrap()).each_ref().map(entries), [100, 0]);
+    }
 }

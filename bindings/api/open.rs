@@ -112,14 +112,24 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// A handle for the call.
+    /// A handle for the call, with room for an output of so many rows if the call has one.
     ///
     /// # Errors
-    /// As [`Pool::take`], and `Device` if the driver refuses.
-    pub fn take(&mut self) -> Result<Arc<Lease>> {
+    /// As [`Pool::take`] and [`Lease::make_room`], and `Device` if the driver refuses.
+    pub fn take(&mut self, rows: Option<usize>) -> Result<Arc<Lease>> {
         let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.is_some())?);
+        // First: a capture keeps what it uses.
+        rows.map_or(Ok(()), |rows| self.make_room(&lease, rows))?;
         self.uses(&lease)?;
         Ok(lease)
+    }
+
+    /// Makes room in a handle for an output of so many rows.
+    ///
+    /// # Errors
+    /// As [`Lease::make_room`].
+    pub fn make_room(&self, lease: &Lease, rows: usize) -> Result<()> {
+        lease.make_room(rows, self.stream.queue(), self.recording.is_some())
     }
 
     /// Keeps the handle until the call is over, and orders the call after the handle's last use.

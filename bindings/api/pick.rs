@@ -19,7 +19,7 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
-    let specialised = is_specialised(&args.context, args.phases) && args.output.zero_padding == 0;
+    let specialised = is_specialised(&args.context, &args.handle, args.phases) && args.output.zero_padding == 0;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let any_routing = specialised && takes_any_routing(args);
     let kernel = match args.output.layout {
@@ -57,8 +57,9 @@ fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
-    let specialised =
-        is_specialised(&args.context, args.phases) && args.out_dtype == raw::TY_BF16 && args.accumulate == 0;
+    let specialised = is_specialised(&args.context, &args.handle, args.phases)
+        && args.out_dtype == raw::TY_BF16
+        && args.accumulate == 0;
     let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
     // LL rows have no tags.
     let ll = args.context.regions.partial_tags.source_stride == 0;
@@ -88,10 +89,11 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
     of_world(&args.context, kernel)
 }
 
-/// Whether a launch meets the assumptions of specialised kernels in both directions: `SpecialisedContext`, and both
-/// phases.
-fn is_specialised(context: &raw::ty_context, phases: u32) -> bool {
+/// Whether a launch meets the assumptions of specialised kernels in both directions: `SpecialisedContext`,
+/// `SpecialisedHandle`, and both phases.
+fn is_specialised(context: &raw::ty_context, handle: &raw::ty_handle, phases: u32) -> bool {
     phases == BOTH_PHASES
+        && (handle.row_choices == 0 || context.nodes > 1)
         && context.rounds == 1
         && context.free_flags == 0
         && context.guarded == 0
@@ -138,6 +140,20 @@ mod tests {
         assert_eq!(both(two), ("ty_dispatch_specialised_contiguous_nodes", "ty_combine_specialised_nodes"));
         for (i, context) in spoilt.into_iter().enumerate() {
             assert_eq!(both(context), ("ty_dispatch", "ty_combine_bf16"), "{i}");
+        }
+    }
+
+    #[test]
+    fn compact_handles_of_one_node_take_general_kernels() {
+        for (nodes, kernels) in [
+            (1, ("ty_dispatch", "ty_combine_bf16")),
+            (2, ("ty_dispatch_specialised_contiguous_nodes", "ty_combine_specialised_nodes")),
+        ] {
+            let context = raw::ty_context { nodes, ..context() };
+            let handle = raw::ty_handle { row_choices: 256, ..Default::default() };
+            let of_dispatch = raw::ty_dispatch_args { context, handle, phases: BOTH_PHASES, ..Default::default() };
+            let of_combine = raw::ty_combine_args { context, handle, phases: BOTH_PHASES, ..Default::default() };
+            assert_eq!((dispatched(of_dispatch), combine(&of_combine, Dtype::Bf16, Partial::Same)), kernels);
         }
     }
 

@@ -106,6 +106,7 @@ pub struct Plan {
     pub(crate) rounds: usize,
     /// The wire between nodes, if there are several, and the messages by direction.
     pub(crate) wire: Option<(Wire, [Message; raw::TY_DIRECTIONS as usize])>,
+    handle_bytes: u64,
     explanation: String,
 }
 
@@ -180,6 +181,7 @@ impl Plan {
             round_tokens,
             rounds,
             wire,
+            handle_bytes: 0,
             explanation: String::new(),
         };
         Ok(Plan { explanation: plan.formula(input), ..plan })
@@ -190,6 +192,18 @@ impl Plan {
         self.explanation.push('\n');
         self.explanation.push_str(traffic);
         self
+    }
+
+    /// The same plan with the bytes of a handle.
+    pub(crate) fn with_handles(self, handle_bytes: u64) -> Plan {
+        Plan { handle_bytes, ..self }
+    }
+
+    /// Device memory in bytes of each of the handles that are allocated when the context is built
+    /// ([`Tuning::handles`](super::Tuning::handles)), which is not in the arena. A compact handle grows with the rows
+    /// of its dispatch's output ([`Tuning::compact_handles`](super::Tuning::compact_handles)).
+    pub fn handle_bytes(&self) -> u64 {
+        self.handle_bytes
     }
 
     /// The assumption and the formula of the total, for people. For a plan of a builder, also the number of SMs of

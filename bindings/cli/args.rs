@@ -160,6 +160,9 @@ pub struct BenchArgs {
     /// Tokens may name an expert several times: chance in percent that a choice repeats an earlier one of its token
     #[arg(long, value_name = "PERCENT", value_parser = |t: &str| number(t, 0, 100))]
     pub duplicates: Option<usize>,
+    /// Handles are compact, also small ones
+    #[arg(long)]
+    pub compact_handles: bool,
     /// Replicas of each expert, of which each token takes one of the nearest
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
     pub replicas: Option<usize>,

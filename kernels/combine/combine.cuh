@@ -60,7 +60,7 @@ TY_DEVICE void report_missing(const CombineArgs auto &a, const CombineShared &sh
   const auto &c = a.context;
   const ty_handle_head *head = head_of(a);
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, round)) return;
-  u32 rank = first_missing(c, shared, pointer<const u64>(a.handle.rank_mask), own_tokens_of(a));
+  u32 rank = first_missing(c, shared, own_masks(a.handle), own_tokens_of(a));
   if (lane_index() == 0 && rank < c.node_ranks)
     keep_fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), round.epoch, 0, 0, 0});
 }
@@ -187,7 +187,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
     u32 token = range.first + n;
     SourceRows list{};
     if (!bad) {
-      u64 ranks = mask_for_warp(c, pointer<const u64>(a.handle.rank_mask) + token);
+      u64 ranks = mask_for_warp(c, own_masks(a.handle), token);
       if (!gather_token<inter_node>(a, terms, round, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
         return false;
     }

@@ -96,10 +96,9 @@ TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) {
 }
 
 // A mask of ranks in a handle, one value for all lanes, which list rows by it. By a warp.
-TY_DEVICE u64 mask_for_warp(const Context auto &c, const u64 *mask) {
-  if (!handle_may_change(c)) return load(mask);
-  u64 seen = lane_index() == 0 ? load(mask) : 0;
-  return static_cast<u64>(shuffle(static_cast<u32>(seen >> 32), 0)) << 32 | shuffle(static_cast<u32>(seen), 0);
+TY_DEVICE u64 mask_for_warp(const Context auto &c, const RankMasks &masks, u32 i) {
+  if (!handle_may_change(c)) return masks.at(i);
+  return shuffle(lane_index() == 0 ? masks.at(i) : 0, 0);
 }
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
@@ -168,12 +167,12 @@ TY_DEVICE u64 missing_ranks(const Context auto &c, const CombineShared &shared) 
 }
 
 // The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. By a warp.
-TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, const u64 *masks, u32 count) {
+TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, const RankMasks &masks, u32 count) {
   u64 missing = missing_ranks(c, shared);
   for (u32 rank = 0; rank < c.node_ranks; ++rank) {
     if (!((missing >> rank) & 1)) continue;
     bool found = false;
-    for (u32 i = lane_index(); i < count; i += warp_size) found |= ((load(masks + i) >> rank) & 1) != 0;
+    for (u32 i = lane_index(); i < count; i += warp_size) found |= ((masks.at(i) >> rank) & 1) != 0;
     if (warp_ballot(found) != 0) return rank;
   }
   return c.node_ranks;
@@ -512,10 +511,36 @@ TY_DEVICE Owner owner_of(const Context auto &c, u32 source) {
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
 }
 
-// Lists this rank's rows of a token, in top-k order, a choice a lane, and prefetches the first `bytes` of each. By a
-// warp. Returns how many there are.
-TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 bytes) {
+// As list_rows, from a compact handle, where `next` is 1 + the first row. One choice after the other: large worlds,
+// whose handles are compact, seldom bring a rank more than one.
+TY_DEVICE u32 list_compact(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 next,
+                           u32 bytes) {
   const auto &c = a.context;
+  u32 count = 0;
+  // Never more, also if the handle is written meanwhile.
+  TY_ROLLED
+  for (; next != 0 && count < c.top_k; ++count) {
+    u64 seen =
+        !handle_may_change(c) || lane_index() == 0 ? load(pointer<const u64>(a.handle.row_choices) + next - 1) : 0;
+    RowChoice row = RowChoice::of(handle_may_change(c) ? shuffle(seen, 0) : seen);
+    if (lane_index() == 0) {
+      u64 at = a.rows + static_cast<u64>(next - 1) * a.rows_pitch;
+      store(&terms.row[count], at);
+      store(&terms.weight[count], weighs_late(c) ? load(weights_of(a, call, source, token) + row.choice) : row.weight);
+      if (bytes) prefetch(pointer<const void>(at), bytes);
+    }
+    next = row.next;
+  }
+  warp_barrier();
+  return count;
+}
+
+// Lists this rank's rows of a token, in top-k order, a choice a lane, and prefetches the first `bytes` of each.
+// `entry`: of the token among the handle's slots. By a warp. Returns how many there are.
+TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 entry,
+                        u32 bytes) {
+  const auto &c = a.context;
+  if (a.handle.row_choices) return list_compact(a, terms, call, source, token, entry >> handle_slot_bits, bytes);
   u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
   u32 k = lane_index();
   i32 row = k < c.top_k ? load(pointer<const i32>(a.handle.rows) + choices + k) : -1;
@@ -565,8 +590,9 @@ TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count
   }
 }
 
-// The slot of this rank's partial row of a token at the owner, negative for none.
-TY_DEVICE i32 slot_of(const CombineArgs auto &a, u32 source, u32 token) {
+// A token's entry among the handle's slots, which has the slot of this rank's partial row at the owner; negative for
+// none.
+TY_DEVICE i32 slot_entry(const CombineArgs auto &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
@@ -594,7 +620,7 @@ template <bool inter_node> TY_DEVICE void raise_tags(const Context auto &c, Held
 struct PartialRow {
   u32 source;
   u32 token; // as numbered here, of the source's
-  u32 slot;  // at the owner
+  u32 entry; // of the token among the handle's slots
   u32 place; // of the token among the round's
   u32 row;   // the block's number of it, by which pieces are counted
 };
@@ -605,7 +631,7 @@ template <typename Row, typename Partial, bool inter_node>
 TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Counts &counts, const Round &round,
                             const PartialRow &partial, const Piece &piece, HeldTags &held) {
   const auto &c = a.context;
-  auto [source, token, slot, n, row] = partial;
+  auto [source, token, entry, n, row] = partial;
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
@@ -615,7 +641,8 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   // A part of a row is loaded at once; a whole row takes several passes, each of which would wait for memory. With many
   // blocks memory is busy enough, and prefetched bytes are evicted again.
   u32 bytes = piece.parts == row_parts && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
-  u32 count = list_rows(a, terms, call, source, token, bytes);
+  u32 count = list_rows(a, terms, call, source, token, entry, bytes);
+  u32 slot = a.handle.row_choices ? entry & ((1u << handle_slot_bits) - 1) : entry;
   u32 place = n * c.slots + slot; // fits: TY_MAX_TOKENS * TY_MAX_TOP_K
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, round.epoch, owner.part) +
               static_cast<u64>(place) * c.partial_bytes;
@@ -647,9 +674,9 @@ struct Looked {
   u32 token;
   u32 place; // of the round's tokens
   u32 end;   // of them
-  i32 slot;  // as slot_of
+  i32 entry; // as slot_entry
 
-  TY_DEVICE bool there() const { return token < end && slot >= 0; }
+  TY_DEVICE bool there() const { return token < end && entry >= 0; }
 };
 
 // Looks up number n. `own`: of partial rows for the own node. Partial rows for other nodes go to sources of the next
@@ -663,7 +690,7 @@ TY_DEVICE Looked look_up(const CombineArgs auto &a, const Round &round, const Ro
   Range range = round_range(c, a.handle.source_tokens, source, round);
   u32 token = range.first + at.row;
   // Slots are loaded even if there is no such token, so that both loads are under way together.
-  return {source, token, at.row, range.end, token < c.max_tokens ? slot_of(a, source, token) : -1};
+  return {source, token, at.row, range.end, token < c.max_tokens ? slot_entry(a, source, token) : -1};
 }
 
 // Looks up a lane's first number as a launch begins, beside the launch's own words. In specialised calls of one node.
@@ -700,7 +727,7 @@ TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, c
   HeldTags held{nullptr, 0};
   auto carry = [&](u32, u32 lane, u32 row, const Piece &piece) {
     PartialRow partial{shuffle(looked.source, lane), shuffle(looked.token, lane),
-                       static_cast<u32>(shuffle(looked.slot, lane)), shuffle(looked.place, lane), row};
+                       static_cast<u32>(shuffle(looked.entry, lane)), shuffle(looked.place, lane), row};
     return send_partial<Row, Partial, inter_node>(a, shared, counts, round, partial, piece, held);
   };
   if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;

@@ -102,7 +102,7 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
   const auto &c = a.context;
   Range range = rail_rows(a, round, j);
   u32 rows = range.end - range.first;
-  u64 ranks = mask_for_warp(c, rail_masks(c, a.handle, j) + range.first + row);
+  u64 ranks = mask_for_warp(c, rail_masks(c, a.handle, j), range.first + row);
   Parts parts{ranks, ranks & ~missing_ranks(c, shared)};
   Terms &terms = shared.terms[warp_index()];
   if (!gathered(partials_fail<true>(c, terms, 0, round.epoch, 1 + j, row, parts))) return false;

@@ -221,10 +221,57 @@ TY_DEVICE Range round_range(const Context auto &c, u64 table, u32 i, const Round
 // All rows that row `i` of the table counts.
 TY_DEVICE u32 all_rows(const Context auto &c, u64 table, u32 i) { return load(round_starts(c, table, i) + c.rounds); }
 
+// Masks of this node's ranks.
+struct RankMasks {
+  u64 first; // address; 0: none
+  bool narrow;
+
+  TY_DEVICE u64 at(u32 i) const {
+    return narrow ? load(pointer<const u8>(first) + i) : load(pointer<const u64>(first) + i);
+  }
+  TY_DEVICE void keep(u32 i, u64 mask) const {
+    if (narrow) store(pointer<u8>(first) + i, static_cast<u8>(mask));
+    else store(pointer<u64>(first) + i, mask);
+  }
+};
+
+// For each own token: the ranks of this node that the token went to.
+TY_DEVICE RankMasks own_masks(const ty_handle &handle) { return {handle.rank_mask, false}; }
+
 // For each row of the call from served source j: the ranks of this node that the row goes to.
-TY_DEVICE u64 *rail_masks(const Context auto &c, const ty_handle &handle, u32 j) {
-  return pointer<u64>(handle.rail_mask) + static_cast<u64>(j) * c.max_tokens;
+TY_DEVICE RankMasks rail_masks(const Context auto &c, const ty_handle &handle, u32 j) {
+  bool narrow = c.node_ranks <= TY_NARROW_RANKS;
+  return {handle.rail_mask + static_cast<u64>(j) * c.max_tokens * (narrow ? 1 : 8), narrow};
 }
+
+// An entry of a handle's slots: -1, or
+//
+//   31 30...............5 4....0
+//    0   1 + first row     slot      where a compact handle lists the token's choices; 0 in other handles, and for none
+//
+// A compact handle's list of a token's choices at this rank, in the order of choices, as an entry for each output row:
+//
+//   63......32 31.............5 4......0
+//     weight     1 + next row    choice     next row: 0 in the last
+//
+constexpr u32 handle_slot_bits = 5;
+static_assert(TY_MAX_TOP_K <= 1 << handle_slot_bits, "slots and choices");
+static_assert(TY_MAX_COMPACT_ROWS < 1 << (31 - handle_slot_bits), "rows");
+
+struct RowChoice {
+  u32 choice;
+  u32 next; // 1 + the row of the token's next choice at this rank; 0: none
+  float weight;
+
+  TY_DEVICE u64 packed() const {
+    return static_cast<u64>(same_bits<u32>(weight)) << 32 | next << handle_slot_bits | choice;
+  }
+  TY_DEVICE static RowChoice of(u64 packed) {
+    u32 low = static_cast<u32>(packed);
+    return {low & ((1u << handle_slot_bits) - 1), low >> handle_slot_bits,
+            same_bits<float>(static_cast<u32>(packed >> 32))};
+  }
+};
 
 // ---- statistics ------------------------------------------------------------------------------------------
 // Where statistics are off, each costs a test of a word. Stores to host memory do not hold a thread up.

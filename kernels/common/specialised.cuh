@@ -37,9 +37,13 @@ template <u32 is_layout> struct SpecialisedOutput : ty_output {
   static constexpr u32 layout = is_layout, zero_padding = 0;
 };
 
+// Of one node: never compact.
+template <bool inter_node> struct SpecialisedHandle : ty_handle {};
+template <> struct SpecialisedHandle<false> : ty_handle { static constexpr u64 row_choices = 0; };
+
 template <bool inter_node, Specialised does, u32 layout> struct SpecialisedDispatchArgs {
   SpecialisedContext<inter_node, does> context;
-  ty_handle handle;
+  SpecialisedHandle<inter_node> handle;
   ty_tokens tokens;
   SpecialisedOutput<layout> output;
   u32 unused[2];
@@ -53,7 +57,7 @@ static_assert(__builtin_offsetof(SomeDispatchArgs, output) == __builtin_offsetof
 // Of bf16 rows and sums.
 template <bool inter_node, Specialised does, u32 is_layout, bool ll> struct SpecialisedCombineArgs {
   SpecialisedContext<inter_node, does, ll> context;
-  ty_handle handle;
+  SpecialisedHandle<inter_node> handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch;
   u32 tokens, unused[5];
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;

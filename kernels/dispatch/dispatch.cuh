@@ -126,7 +126,7 @@ TY_DEVICE RowAt row_to_place(const DispatchArgs auto &a, const Kept &kept, const
 TY_DEVICE u64 find_peers(const DispatchArgs auto &a, const Kept &kept, const Item &item, bool &stuck) {
   const auto &c = a.context;
   u64 ranks = warp_ranks_of(c, caller_choices(a), item.token);
-  if (item.slices.first == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + item.token, ranks);
+  if (item.slices.first == 0 && lane_index() == 0) own_masks(a.handle).keep(item.token, ranks);
   if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), item.token, stuck);
   return places_own(a) ? ranks & ~(1ull << c.local) : ranks;
 }
@@ -250,7 +250,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
       bool faulty = mark_tile(c, team, in, shared, tile, closed) || in.bad;
       if (closed) return false;
-      u64 *masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : nullptr;
+      RankMasks masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : RankMasks{};
       Publisher by{team, in, shared, round.call};
       if (!publish_tile(c, by, tile, {forwards ? 1 + j : 0, number}, faulty, masks)) return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, round, faulty);

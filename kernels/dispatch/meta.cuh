@@ -433,7 +433,8 @@ struct Publisher {
 };
 
 // Writes the words of a marked tile's tokens and choices, and the ranks of each token if `masks` is given. By a team.
-TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &tile, u64 *masks) {
+TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &tile,
+                          const RankMasks &masks) {
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
@@ -459,7 +460,7 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
         if (there || token == refreshed)
           store_relaxed_sys(meta.weights + place, meta_word(epoch, weight_bits(choice.weight)));
         if (choice.k != 0) return;
-        if (masks) store(masks + tile.first + token, ranks);
+        if (masks.first) masks.keep(tile.first + token, ranks);
         u32 slot = popcount64(bits_below(ranks, tile.destination()));
         value = 0;
         // Both are checked: the caller's choices may have changed since the tile was marked, and slots would not fit.
@@ -587,7 +588,7 @@ TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.f
 // any tile up to this one. Every destination's counts come from all tokens, so one fault anywhere makes all counts
 // zero and refused; words of tiles are then not looked at. `masks`: as in write_tile. False once a deadline passed.
 TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Tile &tile, const TileOf &of,
-                            bool &faulty, u64 *masks) {
+                            bool &faulty, const RankMasks &masks) {
   bool last = is_last_tile(by.in, tile);
   if (of.number != 0 || !last) {
     if (!add_tiles(c, by, tile, of, faulty)) return false;

@@ -223,6 +223,20 @@ TY_DEVICE i32 row_of_choice(const DispatchArgs auto &a, const PlaceShared &share
   return row < output_rows(a) ? static_cast<i32>(row) : -1;
 }
 
+// Lists a token's choices, a lane each, in a compact handle. By a warp.
+TY_DEVICE void list_choices(const DispatchArgs auto &a, u32 source, u32 token, const TokenMeta &token_meta, i32 row) {
+  u32 k = lane_index(), here = warp_ballot(row >= 0), later = k == warp_size - 1 ? 0 : here >> (k + 1) << (k + 1);
+  u32 next = shuffle(static_cast<u32>(row) + 1, later ? lowest_bit(later) : 0);
+  // Without rows that of lane 0, which is 0, too.
+  u32 first = shuffle(static_cast<u32>(row) + 1, here ? lowest_bit(here) : 0);
+  if (row >= 0)
+    store(pointer<u64>(a.handle.row_choices) + row, RowChoice{k, later ? next : 0, token_meta.weight}.packed());
+  u32 slot = (token_meta.token - 1) & ((1u << meta_slot_bits) - 1);
+  if (k == 0)
+    store(pointer<u32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token,
+          first << handle_slot_bits | slot);
+}
+
 // Describes this lane's choice in the output and in the handle.
 TY_DEVICE void describe_choice(const DispatchArgs auto &a, u32 source, u32 token, const TokenMeta &token_meta,
                                i32 row) {
@@ -240,6 +254,7 @@ TY_DEVICE void describe_choice(const DispatchArgs auto &a, u32 source, u32 token
   }
   if (row >= 0)
     describe_row(a, static_cast<u64>(row), expert, static_cast<i32>(source), static_cast<i32>(token_meta.source_token));
+  if (a.handle.row_choices) return list_choices(a, source, token, token_meta, row);
   if (k >= c.top_k) return;
   u64 index = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k + k;
   store(pointer<i32>(a.handle.rows) + index, row);

@@ -335,7 +335,7 @@ TY_DEVICE u32 link_of_source(const Context auto &c, u32 source) { return source 
 // The ranks of this node that need a row, which is number `call_row` of the call. By a warp.
 TY_DEVICE u64 arrived_ranks(const DispatchArgs auto &a, const Round &round, u32 j, u32 row, u32 call_row) {
   // Headers come once; the masks of later rounds were kept.
-  if (round.number != 0) return load(rail_masks(a.context, a.handle, j) + call_row);
+  if (round.number != 0) return rail_masks(a.context, a.handle, j).at(call_row);
   return warp_ranks_of(a.context, wire_choices(a.context, round.epoch, j), row);
 }
 

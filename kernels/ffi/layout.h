@@ -18,6 +18,10 @@
 #define TY_MAX_LOCAL_EXPERTS 2047
 // Tokens of a call: 20 bits of a metadata word.
 #define TY_MAX_TOKENS (1 << 20)
+// Output rows of a dispatch whose handle is compact: 26 bits of an entry of ty_handle.slots.
+#define TY_MAX_COMPACT_ROWS ((1 << 26) - 1)
+// Ranks of a node whose masks of ranks in ty_handle.rail_mask are a byte each.
+#define TY_NARROW_RANKS 8
 // 32-bit words of the token bitmap in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
 // Words of the bitmaps of tokens that go to each node, in shared memory of kernels of several nodes (32 KiB): 4096
@@ -375,14 +379,17 @@ typedef struct ty_handle {
   uint32_t serial; // not TY_HANDLE_EMPTY; different for each dispatch
   uint32_t call;   // different for each call, the same in its halves and rounds
   uint64_t rows;   // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
-  uint64_t weights;       // float [ranks][max_tokens][top_k]
-  uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
+  uint64_t weights;     // float [ranks][max_tokens][top_k]
+  uint64_t slots;       // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
+  uint64_t row_choices; // 0, or in a compact handle, instead of rows and weights: uint64 [rows of the output], and
+                        // slots name first rows, too: see RowChoice in kernels/common/context.cuh
   uint64_t source_tokens; // uint32 [ranks][rounds + 1]: where rounds begin in each source's tokens, as numbered here;
                           // the first at 0
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
   uint64_t wire_row;      // int32 [links][max_tokens]: which row of the message to that node, -1 none
   uint64_t wire_rows;     // uint32 [links][rounds + 1]: where rounds begin in those rows
-  uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served source went to
+  uint64_t rail_mask; // uint64 [served][max_tokens]: ranks of the own node that each row of a served source went to;
+                      // uint8 if the node has at most TY_NARROW_RANKS ranks
   uint64_t
       rail_rows; // uint32 [served][rounds + 1]: where rounds begin in the rows of each served source; the first at 0
 } ty_handle;

@@ -62,7 +62,8 @@ const SETTINGS: [Setting; 18] = [
 const OTHERS: [&str; 6] = ["generation", "ranks", "nodes", "nics", "arena", "placement"];
 
 /// Settings in which ranks may differ.
-const FREE: [&str; 6] = ["handles", "statistics", "gdrcopy", "meta_tile", "ordered", "replica_table"];
+const FREE: [&str; 8] =
+    ["handles", "compact_handles", "handle_rows", "statistics", "gdrcopy", "meta_tile", "ordered", "replica_table"];
 
 /// `name=value` of the error's two configurations: this rank's and the other's.
 fn differing(error: &Error, other: usize) -> (String, String) {

@@ -12,6 +12,7 @@ mod building;
 mod contexts;
 mod extremes;
 mod faults;
+mod handles;
 mod in_place;
 mod interrupts;
 mod kills;

@@ -160,7 +160,7 @@ impl Call {
 const LOCAL_EXPERTS: usize = 2;
 const TOKENS: [usize; 3] = [40, 96, 7];
 
-fn contexts(world: &World, device: &Device, shape: Shape, rounds: bool) -> AllToAll {
+fn contexts(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> AllToAll {
     let builder = AllToAll::builder(world)
         .device(device.clone())
         .hidden(HIDDEN)
@@ -170,6 +170,8 @@ fn contexts(world: &World, device: &Device, shape: Shape, rounds: bool) -> AllTo
         .sms(4)
         .timeout(Duration::from_secs(2))
         .tuning(|t| (t.meta_tile, t.handles, t.ordered) = (Some(32), 4, false));
+    let compact = (salt / 2).is_multiple_of(2);
+    let builder = builder.tuning(|t| (t.compact_handles, t.handle_rows) = (Some(compact), Some(4096)));
     let builder = if rounds { builder.tuning(|t| t.round_tokens = Some(MAX_TOKENS / 3)) } else { builder };
     let builder = if shape == Shape::InPlace {
         builder.tuning(|t| t.in_place = Some((capacity_of(shape, TOKENS[0]), 1)))
@@ -240,7 +242,7 @@ fn settle(ep: &AllToAll, streams: &[Stream], calls: &[Call], mut found: Vec<Erro
 /// Calls of rank 0 at once on streams of their own, and of the other rank one after the other.
 fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, rounds);
+    let ep = contexts(world, device, shape, salt, rounds);
     let calls: Vec<Call> = TOKENS
         .iter()
         .enumerate()
@@ -268,7 +270,7 @@ fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, rounds:
 /// Dispatches of all ranks one after the other; then combines of rank 0 at once.
 fn combines(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, rounds);
+    let ep = contexts(world, device, shape, salt, rounds);
     let calls: Vec<Call> = TOKENS
         .iter()
         .enumerate()
@@ -297,7 +299,7 @@ fn combines(world: &World, device: &Device, shape: Shape, salt: usize, rounds: b
 /// other.
 fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, rounds);
+    let ep = contexts(world, device, shape, salt, rounds);
     let capacity = capacity_of(shape, MAX_TOKENS) * 2;
     let call = Call::new(device, world.size(), TOKENS[rank.min(1)], capacity, shape == Shape::Masked, salt);
     let streams = [device.new_stream().unwrap(), device.new_stream().unwrap()];
@@ -377,7 +379,7 @@ fn graphs_that_overlap_store_nothing_elsewhere() {
 /// tokens and other choices: it writes the handle while the combine reads it. The other rank has a handle for each.
 fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, rounds);
+    let ep = contexts(world, device, shape, salt, rounds);
     let capacity = 2 * capacity_of(shape, MAX_TOKENS);
     let [call, changed] =
         [salt, salt + 1].map(|salt| Call::new(device, world.size(), MAX_TOKENS, capacity, false, salt));
@@ -455,7 +457,7 @@ fn threads_of_a_combine_go_by_one_head() {
 #[test]
 fn barriers_that_overlap_are_refused() {
     let barriers: Scenario = |world, device, shape, _, rounds| {
-        let ep = contexts(world, device, shape, rounds);
+        let ep = contexts(world, device, shape, 0, rounds);
         let streams = [device.new_stream().unwrap(), device.new_stream().unwrap()];
         let mut found = Vec::new();
         for stream in &streams {
@@ -475,7 +477,7 @@ fn barriers_that_overlap_are_refused() {
 #[test]
 fn a_dispatch_beside_a_combine_is_none() {
     let beside: Scenario = |world, device, shape, salt, rounds| {
-        let ep = contexts(world, device, shape, rounds);
+        let ep = contexts(world, device, shape, salt, rounds);
         let capacity = 2 * capacity_of(shape, MAX_TOKENS);
         let calls: Vec<Call> =
             (0..4).map(|i| Call::new(device, world.size(), TOKENS[i % 3], capacity, false, salt + i)).collect();
@@ -586,7 +588,7 @@ fn calls_between_nodes_that_overlap_store_nothing_elsewhere() {
 /// Choices that a copy on another stream overwrites while the dispatch reads them; then a combine. Calls may come to
 /// nothing, but store nothing elsewhere.
 fn changing(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
-    let ep = contexts(world, device, shape, rounds);
+    let ep = contexts(world, device, shape, salt, rounds);
     let capacity = capacity_of(shape, TOKENS[0]);
     let [call, other] =
         [salt, salt + 1].map(|salt| Call::new(device, world.size(), TOKENS[0], capacity, shape == Shape::Masked, salt));
@@ -640,7 +642,7 @@ fn a_launch_under_way_on_any_block_is_seen() {
     for (at, word) in [(ended, blocks - 1), (size + 2 * per_block + begun, launches + 1), (ended, blocks)] {
         let device = Device::cpu().unwrap();
         let world = World::threads(1).unwrap().remove(0);
-        let ep = contexts(&world, &device, Shape::Contiguous, false);
+        let ep = contexts(&world, &device, Shape::Contiguous, 0, false);
         let [_, state] = ep.addresses().unwrap();
         forge(state + at, word);
         let call = Call::new(&device, 1, 8, 32, false, 0);
@@ -687,7 +689,7 @@ fn against_forged(shape: Shape, rounds: bool, tokens: usize, forged: impl Fn(&Fo
             let (place, forged) = (&place, &forged);
             scope.spawn(move || {
                 let device = Device::cpu().unwrap();
-                let ep = contexts(&world, &device, shape, rounds);
+                let ep = contexts(&world, &device, shape, 2, rounds);
                 let [arena, _] = ep.addresses().unwrap();
                 let own = Forger { plan: ep.plan(), arena };
                 if world.rank().index() == 1 {

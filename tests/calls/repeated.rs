@@ -32,7 +32,7 @@ fn check(rig: &Rig) {
         assert_eq!(&seen[..rows.len()], rows, "rank {}", rig.rank);
         for (token, choice) in choices[rig.rank].iter().enumerate() {
             let factor = if choice[0] < 0 { 1.5 } else { 2.0 };
-            let wanted: Vec<f32> = values(&rig.row(token, salt)).iter().map(|value| round(value * factor)).collect();
+            let wanted = scaled(&rig.row(token, salt), factor);
             assert_eq!(values(&rig.sum(token)), wanted, "rank {} token {token}", rig.rank);
         }
     }
@@ -45,17 +45,6 @@ fn each_time_has_a_row_and_a_weight_of_its_own() {
         let proxy = nodes::proxy(network, &world, 3000);
         check(&Rig::with(&world, |builder| allowed(builder.proxy(&proxy))));
     });
-}
-
-fn values(row: &[u8]) -> Vec<f32> {
-    let (values, _) = row.as_chunks::<2>();
-    values.iter().map(|bits| f32::from_bits(u32::from(u16::from_ne_bytes(*bits)) << 16)).collect()
-}
-
-/// To bf16, to nearest even.
-fn round(value: f32) -> f32 {
-    let bits = value.to_bits();
-    f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
 }
 
 #[test]

@@ -234,17 +234,3 @@ fn ranks_that_disagree_about_replicas_learn_so() {
         assert!(refused.contains("placement"), "{refused}");
     });
 }
-
-fn values(row: &[u8]) -> Vec<f32> {
-    let (values, _) = row.as_chunks::<2>();
-    values.iter().map(|bits| f32::from_bits(u32::from(u16::from_ne_bytes(*bits)) << 16)).collect()
-}
-
-/// A row times a factor, to bf16, to nearest even.
-fn scaled(row: &[u8], factor: f32) -> Vec<f32> {
-    let round = |value: f32| {
-        let bits = value.to_bits();
-        f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
-    };
-    values(row).into_iter().map(|value| round(value * factor)).collect()
-}

@@ -47,14 +47,16 @@ fn few(tokens: usize) -> String {
 }
 
 /// The plan as an object and as text must be these buffers and sentences.
-fn assert_plan(options: &str, buffers: &[(&str, u64)], mib: &str, sentences: [&str; 3]) {
+fn assert_plan(options: &str, buffers: &[(&str, u64)], mib: &str, handle: &[u64], sentences: [&str; 3]) {
     let mut offset = 0;
     let mut listed = Vec::new();
     for (name, bytes) in buffers {
         listed.push(json!({"name": name, "offset": offset, "bytes": bytes}));
         offset += bytes;
     }
-    assert_eq!(object(&format!("plan {options} --json -")), json!({"arena_bytes": offset, "buffers": listed}));
+    let handle: u64 = handle.iter().map(|part| part.next_multiple_of(256)).sum();
+    let planned = json!({"arena_bytes": offset, "handle_bytes": handle, "buffers": listed});
+    assert_eq!(object(&format!("plan {options} --json -")), planned);
     let output = run(&format!("plan {options}"));
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
     let shown = text(&output.stdout);
@@ -69,7 +71,8 @@ fn assert_plan(options: &str, buffers: &[(&str, u64)], mib: &str, sentences: [&s
         assert_eq!(cells(line), ["name", "offset", "bytes"].map(|field| of(buffer, field)));
     }
     let arena = format!("arena of a rank: {offset} bytes ({mib} MiB)");
-    assert_eq!(lines[2 + buffers.len()..], [&[arena.as_str()], &sentences[..]].concat(), "{shown}");
+    let handle = format!("each handle: {handle} bytes ({:.2} MiB)", handle as f64 / 1048576.0);
+    assert_eq!(lines[2 + buffers.len()..], [&[arena.as_str(), &handle], &sentences[..]].concat(), "{shown}");
 }
 
 #[test]
@@ -103,7 +106,9 @@ fn a_decode_step_of_v3_on_one_node_of_gpus() {
         &few(128),
         "8 ranks in one node",
     ];
-    assert_plan("--device cuda --world 8", &buffers(parts, None), "42.8", sentences);
+    // A head; for 8 ranks 128 tokens of 8 choices, twice; their slots; starts of rounds; masks of own tokens.
+    let handle = [32, 8 * 128 * 8 * 4, 8 * 128 * 8 * 4, 8 * 128 * 4, 8 * 2 * 4, 128 * 8];
+    assert_plan("--device cuda --world 8", &buffers(parts, None), "42.8", &handle, sentences);
 }
 
 #[test]
@@ -138,7 +143,8 @@ fn a_prefill_of_v3_leaves_multiprocessors_to_others() {
          428 and 806 us with them, 425 and 803 us with all",
         "8 ranks in one node",
     ];
-    assert_plan("--device cuda --world 8 --tokens 4096", &buffers(parts, None), "1371.0", sentences);
+    let handle = [32, 8 * 4096 * 8 * 4, 8 * 4096 * 8 * 4, 8 * 4096 * 4, 8 * 2 * 4, 4096 * 8];
+    assert_plan("--device cuda --world 8 --tokens 4096", &buffers(parts, None), "1371.0", &handle, sentences);
 }
 
 #[test]
@@ -184,7 +190,11 @@ fn uneven_nodes_have_messages_for_every_rank_that_a_rail_serves() {
     ];
     let options = "--device cuda --world 5 --ranks-per-node 3,2 --hidden 256 --experts 20 --top-k 4 --tokens 100 \
                    --dtype bf16 --weights combine --chunk-rows 16 --single-buffer";
-    assert_plan(options, &buffers(parts, Some([staging, arrived])), "1.5", sentences);
+    // As above; then a row of the message to the other node for each token, starts of rounds; the masks of the rows of
+    // up to 2 served sources, a byte each, and starts of their rounds.
+    let handle =
+        [32, 5 * 100 * 4 * 4, 5 * 100 * 4 * 4, 5 * 100 * 4, 5 * 2 * 4, 100 * 8, 100 * 4, 2 * 4, 2 * 100, 2 * 2 * 4];
+    assert_plan(options, &buffers(parts, Some([staging, arrived])), "1.5", &handle, sentences);
 }
 
 #[test]
@@ -220,7 +230,8 @@ fn an_in_place_output_is_part_of_the_arena() {
     ];
     let options = "--device cuda --world 4 --hidden 1024 --experts 32 --top-k 2 --tokens 64 --in-place --align 16 \
                    --capacity 300 --scales ue8m0";
-    assert_plan(options, &buffers(parts, None), "0.9", sentences);
+    let handle = [32, 4 * 64 * 2 * 4, 4 * 64 * 2 * 4, 4 * 64 * 4, 4 * 2 * 4, 64 * 8];
+    assert_plan(options, &buffers(parts, None), "0.9", &handle, sentences);
 }
 
 #[test]
@@ -258,7 +269,30 @@ fn rounds_of_the_cpu_device_have_room_for_their_tokens_only() {
     ];
     let options = "--device cpu --world 3 --ranks-per-node 3 --hidden 128 --experts 7 --top-k 3 --tokens 10 \
                    --round-tokens 4 --partial fp8 --ll-tokens 4";
-    assert_plan(options, &buffers(parts, None), "0.0", sentences);
+    let handle = [32, 3 * 10 * 3 * 4, 3 * 10 * 3 * 4, 3 * 10 * 4, 3 * 4 * 4, 10 * 8];
+    assert_plan(options, &buffers(parts, None), "0.0", &handle, sentences);
+}
+
+/// A table of 64 ranks' tokens and choices would take 18 MiB.
+#[test]
+fn handles_of_large_worlds_are_compact() {
+    // A head; the slot of each token of each rank; starts of rounds; masks of own tokens; an entry for each of the rows
+    // that uniform routing brings, and an eighth more.
+    let one_node = [32u64, 64 * 4096 * 4, 64 * 2 * 4, 4096 * 8, 4096 * 8 * 9 / 8 * 8];
+    // In nodes of 8 also rows in messages to 7 nodes, and masks of the rows of 7 sources. 4 rounds.
+    let nodes = [32u64, 64 * 4096 * 4, 64 * 5 * 4, 4096 * 8, 7 * 4096 * 4, 7 * 5 * 4, 7 * 4096, 7 * 5 * 4, one_node[4]];
+    let few = [32u64, 64 * 4096 * 4, 64 * 2 * 4, 4096 * 8, 8];
+    for (options, handle) in [
+        ("", &one_node[..]),
+        ("--ranks-per-node 8", &nodes),
+        ("--compact-handles", &few),
+        ("--mode graph --capacity 12345", &[&one_node[..4], &[12345 * 8]].concat()),
+    ] {
+        let plan = object(&format!("plan --device cuda --world 64 --tokens 4096 {options} --json -"));
+        let bytes = handle.iter().map(|part| part.next_multiple_of(256)).sum::<u64>();
+        assert_eq!(plan["handle_bytes"], bytes - (256 - handle.last().unwrap() % 256) % 256, "{options}");
+        assert!(bytes <= 3 << 19, "{bytes} bytes are more than 1.5 MiB");
+    }
 }
 
 #[test]

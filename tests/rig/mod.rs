@@ -186,6 +186,21 @@ impl Rig {
     }
 }
 
+/// A row's columns.
+pub fn values(row: &[u8]) -> Vec<f32> {
+    let (values, _) = row.as_chunks::<2>();
+    values.iter().map(|bits| f32::from_bits(u32::from(u16::from_ne_bytes(*bits)) << 16)).collect()
+}
+
+/// A row times a factor, to bf16, to nearest even.
+pub fn scaled(row: &[u8], factor: f32) -> Vec<f32> {
+    let round = |value: f32| {
+        let bits = value.to_bits();
+        f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
+    };
+    values(row).into_iter().map(|value| round(value * factor)).collect()
+}
+
 /// Runs `rank_code` on a thread per rank of a world and waits for all.
 pub fn on_ranks(ranks: usize, rank_code: impl Fn(World) + Sync) {
     std::thread::scope(|scope| {

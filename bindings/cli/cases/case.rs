@@ -106,6 +106,8 @@ pub struct Case {
     pub replicas: usize,
     /// Tokens may name experts several times: chance in percent that a choice repeats an earlier one of its token.
     pub duplicate_percent: Option<usize>,
+    /// Whether handles are compact, also small ones; see `Tuning::compact_handles`.
+    pub compact_handles: bool,
     pub mode: Mode,
     /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
@@ -169,6 +171,7 @@ impl Default for Case {
             none_percent: 0,
             replicas: 1,
             duplicate_percent: None,
+            compact_handles: false,
             mode: Mode::Fused,
             ahead: 1,
             lockstep: false,
@@ -748,6 +751,7 @@ fields! {
     none_percent: show, within::<0, 100>;
     replicas: show, within::<1, MAX_EXPERTS>;
     duplicate_percent: optional, or_none::<0, 100>;
+    compact_handles: flag, read_flag;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;

@@ -70,6 +70,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_partial(&mut case);
     draw_in_place(&mut case);
     draw_duplicates(&mut case);
+    draw_handles(&mut case);
     case
 }
 
@@ -148,6 +149,7 @@ pub fn draw_small(seed: u64) -> Case {
     case.hold_stores = seed % 2 == 1;
     draw_in_place(&mut case);
     draw_duplicates(&mut case);
+    draw_handles(&mut case);
     case
 }
 
@@ -306,6 +308,12 @@ fn draw_partial(case: &mut Case) {
 fn draw_duplicates(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 10, 0, 0));
     case.duplicate_percent = dice.once_in(3).then(|| dice.of(&[0, 20, 60, 100], 0));
+}
+
+/// Whether handles are compact. From a stream of its own, as nodes are.
+fn draw_handles(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 12, 0, 0));
+    case.compact_handles = dice.once_in(2);
 }
 
 /// How tokens name what they go to: the order of choices, replicas, or ranks instead of experts, to which experts and

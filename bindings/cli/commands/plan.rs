@@ -17,6 +17,8 @@ use crate::cli::usage::Refusal;
 #[derive(Serialize)]
 struct PlanObject {
     arena_bytes: u64,
+    /// Of each handle that is allocated when a context is built.
+    handle_bytes: u64,
     buffers: Vec<BufferObject>,
 }
 
@@ -54,6 +56,7 @@ pub fn plan(args: &BenchArgs, out: &Out) -> Result<Status, Refusal> {
     let plan = builder.plan().map_err(refused)?;
     let object = PlanObject {
         arena_bytes: plan.arena_bytes(),
+        handle_bytes: plan.handle_bytes(),
         buffers: plan
             .buffers()
             .iter()
@@ -69,8 +72,10 @@ pub fn plan(args: &BenchArgs, out: &Out) -> Result<Status, Refusal> {
         let rows: Vec<Vec<String>> =
             object.buffers.iter().map(|b| vec![b.name.clone(), b.offset.to_string(), b.bytes.to_string()]).collect();
         say!(out, "{}", table(&["buffer", "offset", "bytes"], &rows));
-        let mib = object.arena_bytes as f64 / f64::from(1 << 20);
-        say!(out, "arena of a rank: {} bytes ({mib:.1} MiB)\n{}", object.arena_bytes, plan.explain());
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        say!(out, "arena of a rank: {} bytes ({:.1} MiB)", object.arena_bytes, mib(object.arena_bytes));
+        say!(out, "each handle: {} bytes ({:.2} MiB)", object.handle_bytes, mib(object.handle_bytes));
+        say!(out, "{}", plan.explain());
         say!(out, "{}", nodes(&config.case));
     }
     Ok(match outcome {

@@ -8,7 +8,7 @@ use tokenyard::{AllToAll, AllToAllBuilder, Error, Partial, Placement, Result, Ro
 use super::network;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
-use crate::cli::cases::words::{DeviceWord, PartialWord, PlacementWord, WeightsWord};
+use crate::cli::cases::words::{DeviceWord, Mode, PartialWord, PlacementWord, WeightsWord};
 use crate::cli::usage::Refusal;
 
 /// The library's view of a case.
@@ -46,6 +46,13 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     Ok(builder.tuning(|tuning| {
         tuning.partial = partial;
         tuning.duplicates = case.duplicate_percent.is_some();
+        tuning.compact_handles = case.compact_handles.then_some(true);
+        // A capture cannot enlarge handles.
+        let most = case.local_counts().into_iter().max().unwrap_or(0);
+        tuning.handle_rows = (case.mode == Mode::Graph).then(|| case.output_rows(most));
+        if case.compact_handles && case.mode != Mode::Graph {
+            tuning.handle_rows = Some(0);
+        }
         tuning.in_place = case.in_place.then(|| (case.capacity(), case.align));
         tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
     }))

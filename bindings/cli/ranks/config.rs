@@ -146,6 +146,7 @@ impl Config {
             add(number.is_some(), format!("{name} {}", number.unwrap_or_default()));
         }
         add(case.in_place, "--in-place".to_string());
+        add(case.compact_handles, "--compact-handles".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
@@ -215,6 +216,7 @@ impl Config {
             replicas: args.replicas.unwrap_or(1),
             index: or_default(args.index, IndexWord::I64),
             duplicate_percent: args.duplicates,
+            compact_handles: args.compact_handles,
             mode,
             lockstep: true,
             sms: args.sms,

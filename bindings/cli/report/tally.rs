@@ -13,7 +13,7 @@ use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{IndexWord, LayoutWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 13] = [
+const DIMENSIONS: [&str; 14] = [
     "dtype",
     "scales",
     "combine",
@@ -27,8 +27,9 @@ const DIMENSIONS: [&str; 13] = [
     "replicas",
     "index",
     "index order",
+    "compact handles",
 ];
-/// Whether rows are quantised, tokens may name experts several times, and experts have replicas.
+/// Whether rows are quantised, tokens may name experts several times, experts have replicas, and handles are compact.
 const NO_YES: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.
 const ONE: &str = "one";
@@ -66,7 +67,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 | 9 | 10 => NO_YES.to_vec(),
+        6 | 9 | 10 | 13 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
@@ -97,6 +98,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         NO_YES[usize::from(case.replicas > 1)],
         case.index.name(),
         case.index_order.name(),
+        NO_YES[usize::from(case.compact_handles)],
     ]
 }
 
@@ -199,7 +201,7 @@ mod tests {
     fn pairs_are_of_all_dimensions() {
         // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with those of 2,
         // which are paired, too.
-        let (twos, threes) = (4, DIMENSIONS.len() - 5);
+        let (twos, threes) = (5, DIMENSIONS.len() - 6);
         let of_two = twos * 2 * (4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
