@@ -26,6 +26,7 @@ GROUPS = [
     ("unit", "pick", [
         ("specialised kernels of one node read compact handles", "bindings/api/pick.rs",
          "&& (handle.row_choices == 0 || context.nodes > 1)", ""),
+        ("specialised kernels are to note waits", "bindings/api/pick.rs", "&& args.output.wait_times == 0", ""),
     ]),
     ("test", "plans", [
         ("masks of small nodes take eight bytes", "bindings/api/handle.rs", "{ 1 } else { 8 }", "{ 8 } else { 8 }"),
@@ -62,6 +63,10 @@ GROUPS = [
          "if (in_place(c)) store_relaxed_gpu(own_choice(c, first + k), meta_word(epoch, 0));", ""),
     ]),
     ("test", "statistics", [
+        ("waits of the last call alone", "kernels/dispatch/receive.cuh",
+         "load(waited + source) + now_ns() - began", "now_ns() - began"),
+        ("waits counted for one rank", "kernels/dispatch/receive.cuh",
+         "if (waited) store(waited + source, load(waited + source)", "if (waited) store(waited, load(waited)"),
         ("rows for another node not counted", "kernels/dispatch/wire.cuh",
          "    if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);\n", ""),
         ("rows of the last round alone counted", "kernels/dispatch/wire.cuh",

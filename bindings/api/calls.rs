@@ -172,6 +172,9 @@ pub struct Output {
     /// int32 `[local experts]`: the rows of each expert are added to what is there, modulo 2^32. The caller sets it
     /// to 0 when it begins to count.
     pub total_counts: Option<View>,
+    /// int64 `[ranks]` of this generation, added to: nanoseconds for which the call waited until the counts of each
+    /// rank were here, a rank that is late with its call included. Each round adds. Such calls take general kernels.
+    pub wait_times: Option<View>,
 }
 
 /// The in-place output of a context, in its arena. Every [`Output`] of such a context must have these values, with
@@ -346,6 +349,7 @@ impl Output {
             host_counts: None,
             source_ranges: None,
             total_counts: None,
+            wait_times: None,
         }
     }
 
@@ -427,6 +431,11 @@ impl Output {
     /// Sets [`total_counts`](#structfield.total_counts).
     pub fn total_counts(self, total_counts: impl Into<Option<View>>) -> Output {
         Output { total_counts: total_counts.into(), ..self }
+    }
+
+    /// Sets [`wait_times`](#structfield.wait_times).
+    pub fn wait_times(self, wait_times: impl Into<Option<View>>) -> Output {
+        Output { wait_times: wait_times.into(), ..self }
     }
 }
 
@@ -510,7 +519,7 @@ fn stride(name: &'static str, words: usize) -> Result<u32> {
 }
 
 /// Most views of a call: the views of a dispatch.
-const MAX_VIEWS: usize = 17;
+const MAX_VIEWS: usize = 18;
 
 /// Bytes that a call reads or writes, from the first to the last.
 #[derive(Clone, Copy, Default)]
@@ -606,6 +615,11 @@ impl Needs<'_> {
 
     fn optional(&mut self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
         view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 4))
+    }
+
+    /// The same, of words of 8 bytes.
+    fn wide(&mut self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
+        view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 8))
     }
 }
 
@@ -754,6 +768,7 @@ impl Output {
             &self.host_counts,
             &self.source_ranges,
             &self.total_counts,
+            &self.wait_times,
         ];
         [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
     }
@@ -810,11 +825,9 @@ impl Output {
             token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
             row_count: needs.optional("row_count", &self.row_count, Some(4))?,
             host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
-            source_ranges: match &self.source_ranges {
-                Some(view) => needs.need("source_ranges", view, Some(8 * local * shape.ranks), 8)?,
-                None => 0,
-            },
+            source_ranges: needs.wide("source_ranges", &self.source_ranges, Some(8 * local * shape.ranks))?,
             total_counts: needs.optional("total_counts", &self.total_counts, Some(4 * local))?,
+            wait_times: needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?,
             capacity: capacity as u64,
             scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),

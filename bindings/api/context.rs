@@ -296,7 +296,7 @@ impl AllToAll {
         self.launch_combine(&call, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.rounds > 1).then(|| rows.clone());
-        Ok(CombineSent { handle: handle.share(), rows: sent, views, _half: call.half(&handle.lease) })
+        Ok(CombineSent { handle: handle.clone(), rows: sent, views, _half: call.half(&handle.lease) })
     }
 
     /// The receiving half of [`combine`](Self::combine).

@@ -370,12 +370,13 @@ impl fmt::Debug for Sent {
 }
 
 /// A received dispatch: what combine needs to bring the rows back. A handle may be combined any number of times, the
-/// same on all ranks, and also after further dispatches. Its memory is reused once the handle is dropped and the work
-/// enqueued with it has run; a graph that was captured with it keeps it.
+/// same on all ranks, and also after further dispatches. A clone is the same handle. The memory is reused once the last
+/// clone is dropped and the work enqueued with it has run; a graph that was captured with it keeps it.
 ///
 /// The handle of a captured dispatch refers to that dispatch of the newest replay. Before the first replay a combine of
 /// the handle is enqueued, returns `Ok`, does nothing, and ends in an [`Error::Order`] that is not fatal and comes from
 /// [`check`](super::AllToAll::check).
+#[derive(Clone)]
 pub struct Handle {
     pub(crate) lease: Arc<Lease>,
     /// Own tokens for which combine's output must have room.
@@ -389,13 +390,6 @@ pub struct Handle {
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Handle(context {}, {:?}, {} rows)", self.context, self.layout, self.rows)
-    }
-}
-
-impl Handle {
-    /// Another owner of the same memory.
-    pub(crate) fn share(&self) -> Handle {
-        Handle { lease: self.lease.clone(), ..*self }
     }
 }
 

@@ -19,7 +19,8 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
-    let specialised = is_specialised(&args.context, &args.handle, args.phases) && args.output.zero_padding == 0;
+    let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
+    let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let any_routing = specialised && takes_any_routing(args);
     let kernel = match args.output.layout {
@@ -199,6 +200,8 @@ mod tests {
         let specialised = raw::ty_dispatch_args { context: context(), phases: BOTH_PHASES, ..Default::default() };
         let zeroed = raw::ty_output { zero_padding: 1, ..Default::default() };
         assert_eq!(dispatched(raw::ty_dispatch_args { output: zeroed, ..specialised }), "ty_dispatch");
+        let timed = raw::ty_output { wait_times: 64, ..Default::default() };
+        assert_eq!(dispatched(raw::ty_dispatch_args { output: timed, ..specialised }), "ty_dispatch");
         for (layout, kernel) in [
             (raw::TY_LAYOUT_MASKED, "ty_dispatch_specialised_masked"),
             (raw::TY_LAYOUT_TOKEN, "ty_dispatch_specialised_token"),

@@ -234,6 +234,9 @@ pub struct VerifyArgs {
     /// Random configurations [default: 100]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub seeds: Option<usize>,
+    /// No further random configuration begins after so many seconds
+    #[arg(long, value_name = "S", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub seconds: Option<usize>,
     /// Number of seeded schedules, each of another tiny world on one thread; without --seeds only schedules run
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub schedules: Option<usize>,

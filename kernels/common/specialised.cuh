@@ -35,6 +35,7 @@ template <Specialised does, bool ll> struct SpecialisedContext<false, does, ll> 
 
 template <u32 is_layout> struct SpecialisedOutput : ty_output {
   static constexpr u32 layout = is_layout, zero_padding = 0;
+  static constexpr u64 wait_times = 0;
 };
 
 // Of one node: never compact.

@@ -17,10 +17,15 @@ TY_DEVICE u32 rows_received(const Context auto &c, const Round &round, u32 sourc
 // Words awaited of each source: rows of each expert, rows of all, where the round ends, and where it begins.
 TY_DEVICE u32 counted_words(const Context auto &c) { return c.local_experts + 3; }
 
+// The block that writes what accompanies the rows: it has neither metadata nor the first rows.
+TY_DEVICE bool is_describer(const Context auto &c) { return block_index() == worker_count(c) / 2; }
+
 // Waits for the counts of every source, and for where the round begins and ends in its tokens, and keeps them. By a
 // team. False once a deadline passed. `closed`: as finds_closed.
-TY_DEVICE bool wait_counts(const Context auto &c, const Team &team, PlaceShared &shared, const Round &round,
+TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
                            bool closed) {
+  const auto &c = a.context;
+  u64 *waited = is_describer(c) ? pointer<u64>(a.output.wait_times) : nullptr, began = waited ? now_ns() : 0;
   bool failed = closed;
   u32 words = counted_words(c);
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
@@ -39,7 +44,9 @@ TY_DEVICE bool wait_counts(const Context auto &c, const Team &team, PlaceShared 
     else if (past == 0) store(&shared.source_rows[source], rows_received(c, round, source, value));
     else if (past == 1) store(&shared.source_end[source], value);
     else store(&shared.source_first[source], value);
-    if (received && e == c.local_experts) note_notified(c, TY_DIRECTION_DISPATCH, source);
+    if (!received || e != c.local_experts) continue;
+    note_notified(c, TY_DIRECTION_DISPATCH, source);
+    if (waited) store(waited + source, load(waited + source) + now_ns() - began);
   }
   return !team_any(team, failed);
 }
@@ -461,7 +468,7 @@ TY_DEVICE bool wait_round(const Context auto &c, const Team &team, u64 epoch) {
 TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
                              bool closed) {
   const auto &c = a.context;
-  bool received = wait_counts(c, team, shared, round, closed);
+  bool received = wait_counts(a, team, shared, round, closed);
   if (received) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NOTIFIED, team_thread(team) == 0);
     plan_output(a, team, shared);
@@ -478,8 +485,7 @@ TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, Place
 TY_DEVICE void describe_output(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared,
                                const Round &round) {
   const auto &c = a.context;
-  // A block that has neither metadata nor the first rows.
-  if (block_index() == worker_count(c) / 2) {
+  if (is_describer(c)) {
     if (round.number == 0) write_counts(a, team, shared, round.epoch);
     write_head(a, team, shared, round);
   }

@@ -379,10 +379,10 @@ typedef struct ty_handle {
   uint32_t serial; // not TY_HANDLE_EMPTY; different for each dispatch
   uint32_t call;   // different for each call, the same in its halves and rounds
   uint64_t rows;   // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
-  uint64_t weights;     // float [ranks][max_tokens][top_k]
-  uint64_t slots;       // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
-  uint64_t row_choices; // 0, or in a compact handle, instead of rows and weights: uint64 [rows of the output], and
-                        // slots name first rows, too: see RowChoice in kernels/common/context.cuh
+  uint64_t weights;       // float [ranks][max_tokens][top_k]
+  uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
+  uint64_t row_choices;   // 0, or in a compact handle, instead of rows and weights: uint64 [rows of the output], and
+                          // slots name first rows, too: see RowChoice in kernels/common/context.cuh
   uint64_t source_tokens; // uint32 [ranks][rounds + 1]: where rounds begin in each source's tokens, as numbered here;
                           // the first at 0
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
@@ -426,6 +426,7 @@ typedef struct ty_output {
   uint64_t host_counts;   // int32 [local_experts + 1] in host memory, or 0
   uint64_t source_ranges; // int64 [local_experts][ranks]: begin << 32 | count, or 0
   uint64_t total_counts;  // int32 [local_experts], added to, or 0
+  uint64_t wait_times;    // int64 [ranks], added to: nanoseconds until each rank's counts were here, or 0
   uint64_t capacity;      // rows in all (masked: a local expert)
   uint32_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
   uint32_t layout;        // TY_LAYOUT_*

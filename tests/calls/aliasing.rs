@@ -63,6 +63,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         ("host_counts", (rig::EXPERTS + 1) * 4),
         ("source_ranges", rig::EXPERTS * 8),
         ("total_counts", rig::EXPERTS * 4),
+        ("wait_times", 8),
     ];
     let world = World::threads(1).unwrap().remove(0);
     let device = test_device(&world);
@@ -71,7 +72,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
     judge(&memory.view(), &parts, 5, |views| {
         let [x, idx, weight, count, scales, output @ ..] = views else { unreachable!() };
         let [rows, expert_count, out_scales, offset, row_expert, source, output @ ..] = output else { unreachable!() };
-        let [experts, weights, row_count, host_counts, ranges, totals] = output else { unreachable!() };
+        let [experts, weights, row_count, host_counts, ranges, totals, waits] = output else { unreachable!() };
         // What overlaps among inputs alone may have been bad routing.
         let _ = ep.check();
         // Tokens without experts, as many as the bytes of the count give.
@@ -89,7 +90,8 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
             .row_count(row_count.clone())
             .host_counts(host_counts.clone())
             .source_ranges(ranges.clone())
-            .total_counts(totals.clone());
+            .total_counts(totals.clone())
+            .wait_times(waits.clone());
         ep.dispatch(&stream, &tokens, &output)?;
         stream.synchronize(PATIENCE)
     });

@@ -102,8 +102,8 @@ fn a_compact_handle_grows_with_the_output_but_not_while_a_stream_captures() {
 }
 
 /// vLLM (DBO) and SGLang (TBO) run two micro-batches alternately: while the rows of one are under way, the other
-/// computes. Each micro-batch has a context of its own. `streams`: both share one stream, or each has its own. `compact`:
-/// whether rank 0 has compact handles; the others then have none, or the other way round.
+/// computes. Each micro-batch has a context of its own. `streams`: both share one stream, or each has its own.
+/// `compact`: whether rank 0 has compact handles; the others then have none, or the other way round.
 fn two_micro_batches(streams: usize, compact: bool) {
     on_ranks(3, |world| {
         let device = test_device(&world);

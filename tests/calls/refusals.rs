@@ -222,6 +222,7 @@ fn parts(case: &Case) -> Vec<Part> {
             output: g.output.total_counts(v),
             ..g
         }),
+        part(Of::Output, "wait_times", "wait_times", 8, 8, |g, v| Given { output: g.output.wait_times(v), ..g }),
         part(Of::Rows, "rows", "rows", span(rows, case.combine_row_bytes(), case.gap), 16, |g, v| Given {
             rows: g.rows.rows(v),
             ..g

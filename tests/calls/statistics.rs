@@ -3,6 +3,7 @@
 use crate::rig;
 
 use rig::*;
+use std::time::Duration;
 use tokenyard::*;
 
 /// Bytes of the rows of these choices by rank: a row goes once to each rank that holds one of its experts.
@@ -101,5 +102,51 @@ fn calls_of_several_rounds_over_nodes_report_what_they_sent() {
             }
             world.barrier("measured").unwrap();
         }
+    });
+}
+
+/// Nanoseconds for which a rank's dispatches have waited for each rank.
+fn waited(times: &DeviceBuffer) -> Vec<u64> {
+    let mut seen = vec![0; times.len()];
+    times.read(0, &mut seen).unwrap();
+    seen.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect()
+}
+
+/// Rank 2 is late; what is there before is added to.
+fn check_waits(world: &World, rounds: u64, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) {
+    const LATE: Duration = Duration::from_millis(150);
+    let device = test_device(world);
+    let times = device.alloc(3 * 8).unwrap();
+    let rig = Rig::on(world, device, change);
+    times.write(0, &1_000u64.to_ne_bytes().repeat(3)).unwrap();
+    let output = rig.output(rig.capacity).wait_times(times.view());
+    let mut before = vec![1_000; 3];
+    for late in [true, false] {
+        rig.route_all(usize::from(late));
+        world.barrier("ranks are aligned").unwrap();
+        if late && rig.rank == 2 {
+            std::thread::sleep(LATE);
+        }
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(MAX_TOKENS, usize::from(late));
+        let now = waited(&times);
+        let added: Vec<u64> = now.iter().zip(&before).map(|(now, before)| now.checked_sub(*before).unwrap()).collect();
+        // Other ranks' threads may be held up, too.
+        let waits = late && rig.rank != 2;
+        assert!(!waits || added[2] > LATE.as_nanos() as u64 * 2 / 3, "rank {}: {added:?}", rig.rank);
+        assert!(added.iter().all(|time| *time < rounds * 10_000_000_000), "rank {}: {added:?}", rig.rank);
+        before = now;
+    }
+}
+
+#[test]
+fn a_dispatch_adds_up_how_long_it_waits_for_each_rank() {
+    on_ranks(3, |world| check_waits(&world, 1, |builder| builder));
+    nodes::on_nodes(&[2, 1], |world, network| {
+        let proxy = nodes::proxy(network, &world, 3000);
+        check_waits(&world, 2, |builder| builder.proxy(&proxy).tuning(|t| t.round_tokens = Some(2)));
     });
 }

@@ -424,6 +424,19 @@ fn verify_draws_runs_and_replays() {
 }
 
 #[test]
+fn verify_ends_when_its_time_is_over() {
+    let output = run("verify --device cpu --seeds 1000000 --seconds 1");
+    let (printed, refused) = (text(&output.stdout), run("verify --replay ahead=2 --seconds 1"));
+    assert!(output.status.success(), "{printed}{}", text(&output.stderr));
+    let (_, last) = printed.trim_end().rsplit_once('\n').unwrap();
+    let ran: usize = last.strip_suffix(" configurations run on cpu, 0 failed").unwrap().parse().unwrap();
+    assert!((1..10_000).contains(&ran), "{ran}");
+    // Pairs that had no time are not missed.
+    assert!(!printed.contains("never drawn"), "{printed}");
+    assert!(text(&refused.stderr).contains("leave --seconds out"));
+}
+
+#[test]
 fn seeded_schedules_are_distinct_verified_and_replay_exactly() {
     let output = run("verify --schedules 30 --seed 7");
     let printed = text(&output.stdout);

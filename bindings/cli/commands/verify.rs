@@ -6,7 +6,7 @@
 mod judge;
 mod schedules;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::cli::args::VerifyArgs;
 use crate::cli::cases::case::Case;
@@ -82,6 +82,7 @@ pub fn verify(args: &VerifyArgs, out: &Out) -> Result<Status, Refusal> {
     if let Some(text) = &args.replay {
         let drawn = [
             ("--seeds", args.seeds.is_some()),
+            ("--seconds", args.seconds.is_some()),
             ("--schedules", args.schedules.is_some()),
             ("--seed", args.seed.is_some()),
             ("--quantize", args.quantize),
@@ -110,12 +111,14 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge<'_, '_>) -> Result<bool, Re
     note_sharing(judge.device, RANKS, out);
     let count = args.seeds.unwrap_or(SEEDS);
     let mut session = Session::new(judge);
-    for i in 0..count {
+    let end = args.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds as u64));
+    let is_over = || end.is_some_and(|end| Instant::now() >= end);
+    for i in (0..count).take_while(|_| !is_over()) {
         session.bar.show("verify", i, count);
         let drawn = draw(first.wrapping_add(i as u64), judge.device);
         session.run(&as_asked(drawn, args.quantize, args.in_place));
     }
-    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.in_place;
+    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.in_place && !is_over();
     if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
