@@ -23,6 +23,10 @@ GROUPS = [
         ("rows beyond an entry's bits", "bindings/api/handle.rs",
          "rows > raw::TY_MAX_COMPACT_ROWS as usize {", "rows > 8 * raw::TY_MAX_COMPACT_ROWS as usize {"),
     ]),
+    ("test", "routing", [
+        ("a call's choices are as many as the context's", "bindings/api/choices.rs", "contains(&given) => Ok(given)",
+         "contains(&given) => Ok(shape.top_k)"),
+    ]),
     ("unit", "pick", [
         ("specialised kernels of one node read compact handles", "bindings/api/pick.rs",
          "&& (handle.row_choices == 0 || context.nodes > 1)", ""),

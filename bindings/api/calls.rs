@@ -61,6 +61,9 @@ pub struct Tokens {
     /// they are logical experts. If a token names an expert twice, or an expert that does not exist, the dispatch sends
     /// no tokens and ends in [`Routing`](crate::Error::Routing), which [`check`](super::AllToAll::check) returns.
     pub topk_idx: View,
+    /// Choices of each token in this call, in `topk_idx` and in weights that come with dispatch; at most the context's
+    /// top_k, which `None` stands for. Not with [`IndexType::Ranks`].
+    pub top_k: Option<usize>,
     /// Type of the indices.
     pub index_type: IndexType,
     /// Where the indices lie. `None`: without gaps.
@@ -226,7 +229,8 @@ pub struct Rows {
     pub pitch_bytes: Option<usize>,
     /// Type of the elements. `None`: the combine dtype that the context was built for. At present no other is taken.
     pub dtype: Option<Dtype>,
-    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, if the context's weights come with combine.
+    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]` with the context's top_k, if the context's weights
+    /// come with combine.
     pub topk_weight: Option<View>,
 }
 
@@ -260,6 +264,7 @@ impl Tokens {
             quantize: None,
             scales: None,
             topk_idx,
+            top_k: None,
             index_type: IndexType::I32,
             topk_idx_strides: None,
             topk_weight: None,
@@ -301,6 +306,11 @@ impl Tokens {
     /// Sets [`topk_idx`](#structfield.topk_idx).
     pub fn topk_idx(self, topk_idx: View) -> Tokens {
         Tokens { topk_idx, ..self }
+    }
+
+    /// Sets [`top_k`](#structfield.top_k).
+    pub fn top_k(self, top_k: impl Into<Option<usize>>) -> Tokens {
+        Tokens { top_k: top_k.into(), ..self }
     }
 
     /// Sets [`index_type`](#structfield.index_type).
@@ -658,7 +668,7 @@ impl Tokens {
     pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
         let shape = needs.shape;
         let room = self.room(shape)?;
-        let choices = self.choices(shape)?;
+        let choices = self.index_type.columns(self.top_k, shape)?;
         self.check_kind(shape)?;
         let pitch = self.pitch_bytes.unwrap_or(shape.input_row_bytes());
         needs.need("x", &self.x, rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)?;
@@ -699,25 +709,6 @@ impl Tokens {
             weight_pitch,
             weight_stride,
         })
-    }
-
-    /// Choices of each token: columns of indices and weights.
-    fn choices(&self, shape: &Shape) -> Result<usize> {
-        if self.index_type != IndexType::Ranks {
-            return Ok(shape.top_k);
-        }
-        let columns = shape.first_ranks;
-        let why = if columns > shape.top_k {
-            format!(
-                "{columns} ranks are more than the top_k {} of this context; build it with a larger one",
-                shape.top_k
-            )
-        } else if let Some(rank) = shape.rank_without_experts {
-            format!("rank {rank} holds no expert in this context; place one there")
-        } else {
-            return Ok(columns);
-        };
-        Err(Error::argument("index_type", "Ranks", why))
     }
 
     fn check_scales(&self, needs: &mut Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {

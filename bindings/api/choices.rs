@@ -1,5 +1,6 @@
 //! What the choices of a call's tokens are, and where they lie.
 
+use super::shape::Shape;
 use crate::base::{Error, Result};
 
 /// Type of the routing indices.
@@ -25,6 +26,36 @@ impl IndexType {
             IndexType::Ranks => 1,
         }
     }
+
+    /// Choices of each token of a call: columns of indices and weights. `given`: `Tokens::top_k`.
+    pub(super) fn columns(self, given: Option<usize>, shape: &Shape) -> Result<usize> {
+        match (self, given) {
+            (IndexType::Ranks, None) => by_rank(shape),
+            (IndexType::Ranks, Some(given)) => {
+                let advice = "tokens that name ranks have a choice for each rank; leave it out";
+                Err(Error::argument("top_k", given, advice))
+            }
+            (_, None) => Ok(shape.top_k),
+            (_, Some(given)) if (1..=shape.top_k).contains(&given) => Ok(given),
+            (_, Some(given)) => {
+                let advice = format!("this context was built for 1 to {} choices of a token", shape.top_k);
+                Err(Error::argument("top_k", given, advice))
+            }
+        }
+    }
+}
+
+/// Columns of choices that are ranks.
+fn by_rank(shape: &Shape) -> Result<usize> {
+    let columns = shape.first_ranks;
+    let why = if columns > shape.top_k {
+        format!("{columns} ranks are more than the top_k {} of this context; build it with a larger one", shape.top_k)
+    } else if let Some(rank) = shape.rank_without_experts {
+        format!("rank {rank} holds no expert in this context; place one there")
+    } else {
+        return Ok(columns);
+    };
+    Err(Error::argument("index_type", "Ranks", why))
 }
 
 /// Where elements `[tokens, choices]` lie, if not one after the other.

@@ -160,6 +160,9 @@ pub struct BenchArgs {
     /// Tokens may name an expert several times: chance in percent that a choice repeats an earlier one of its token
     #[arg(long, value_name = "PERCENT", value_parser = |t: &str| number(t, 0, 100))]
     pub duplicates: Option<usize>,
+    /// Choices of each token in calls, of a context for --top-k [default: all]
+    #[arg(long, value_name = "K", value_parser = |t: &str| number(t, 1, MAX_TOP_K))]
+    pub call_top_k: Option<usize>,
     /// Handles are compact, also small ones
     #[arg(long)]
     pub compact_handles: bool,

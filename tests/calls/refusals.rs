@@ -503,6 +503,10 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     }
     let given = of_tokens(good.tokens.clone().hidden(HIDDEN / 2));
     add(Of::Tokens, "hidden", given, "hidden", (HIDDEN / 2).to_string(), built_for(HIDDEN.to_string()));
+    for other in [0, TOP_K + 1] {
+        let advice = format!("this context was built for 1 to {TOP_K} choices of a token");
+        add(Of::Tokens, "top_k", of_tokens(good.tokens.clone().top_k(other)), "top_k", other.to_string(), advice);
+    }
     let given = of_tokens(good.tokens.clone().quantize(!case.quantize));
     let (other, own) = ((!case.quantize).to_string(), built_for(case.quantize.to_string()));
     add(Of::Tokens, "quantize", given, "quantize", other, own);

@@ -74,6 +74,28 @@ fn choices_are_read_where_their_strides_say() {
     });
 }
 
+#[test]
+fn a_call_may_have_fewer_choices_than_its_context() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |builder| builder.top_k(4));
+        // The same words as one column and as two.
+        rig.route(&[[6, 1], [1, -1], [0; 2], [0; 2]], 3);
+        let (first, tokens) = (rig.tokens(4).top_k(1), rig.tokens(2).top_k(2));
+        run(&rig, &first).unwrap();
+        for (token, factor) in [0.5, 0.5, 0.5, 0.0].into_iter().enumerate() {
+            assert_eq!(rig.sum(token), rig.scaled_row(token, 3, factor));
+        }
+        run(&rig, &tokens).unwrap();
+        assert_eq!((rig.sum(0), rig.sum(1)), (rig.scaled_row(0, 3, 1.0), rig.scaled_row(1, 3, 0.5)));
+        for (given, advice) in [(0, "1 to 4 choices"), (5, "1 to 4 choices")] {
+            let text = refusal(&rig, &rig.tokens(1).top_k(given));
+            assert!(text.contains(&format!("top_k is {given}")) && text.contains(advice), "{text}");
+        }
+        let text = refusal(&rig, &rig.tokens(1).index_type(IndexType::Ranks).top_k(2));
+        assert!(text.contains("leave it out"), "{text}");
+    });
+}
+
 /// Rank r of three holds experts 3 r to 3 r + 2.
 fn check_by_rank(world: &World, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) {
     let device = test_device(world);

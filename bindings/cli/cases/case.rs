@@ -106,6 +106,8 @@ pub struct Case {
     pub replicas: usize,
     /// Tokens may name experts several times: chance in percent that a choice repeats an earlier one of its token.
     pub duplicate_percent: Option<usize>,
+    /// Choices of each token in calls, where fewer than `top_k`.
+    pub call_top_k: Option<usize>,
     /// Whether handles are compact, also small ones; see `Tuning::compact_handles`.
     pub compact_handles: bool,
     pub mode: Mode,
@@ -171,6 +173,7 @@ impl Default for Case {
             none_percent: 0,
             replicas: 1,
             duplicate_percent: None,
+            call_top_k: None,
             compact_handles: false,
             mode: Mode::Fused,
             ahead: 1,
@@ -279,12 +282,15 @@ impl Case {
                 ranks.iter().for_each(|&rank| choices[rank as usize] = i64::from(rank));
             }
         }
+        if let Some(columns) = self.call_top_k {
+            topk_idx.chunks_mut(self.top_k).for_each(|choices| choices[columns..].fill(-1));
+        }
         SourceRank { rank, tokens, topk_idx, by_rank, topk_weight }
     }
 
     /// Choices that each token gives.
     pub fn columns(&self) -> usize {
-        if self.index == IndexWord::Ranks { self.world } else { self.top_k }
+        if self.index == IndexWord::Ranks { self.world } else { self.call_top_k.unwrap_or(self.top_k) }
     }
 
     /// The rank of each expert, replicas included.
@@ -514,6 +520,13 @@ impl Case {
                 self.world
             );
             return refuse("--index", self.index.name().to_string(), advice);
+        }
+        if let Some(given) = self.call_top_k.filter(|given| *given > self.top_k || self.index == IndexWord::Ranks) {
+            let advice = format!(
+                "a token has --top-k {} choices, or one for each rank; give at most that many, and no ranks",
+                self.top_k
+            );
+            return refuse("--call-top-k", given.to_string(), advice);
         }
         let most = counts.into_iter().max().unwrap_or(0);
         if most > MAX_LOCAL_EXPERTS {
@@ -751,6 +764,7 @@ fields! {
     none_percent: show, within::<0, 100>;
     replicas: show, within::<1, MAX_EXPERTS>;
     duplicate_percent: optional, or_none::<0, 100>;
+    call_top_k: optional, or_none::<1, MAX_TOP_K>;
     compact_handles: flag, read_flag;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;

@@ -335,6 +335,10 @@ fn draw_choices(case: &mut Case) {
     if dice.once_in(3) && case.experts <= 100 {
         case.replicas = 2 + dice.below(2);
     }
+    let few = 1 + dice.below(case.top_k);
+    if case.index != IndexWord::Ranks && dice.once_in(6) {
+        case.call_top_k = Some(few);
+    }
 }
 
 /// Nodes that differ by a rank at the most.

@@ -268,6 +268,7 @@ impl Buffers {
             .pitch_bytes(x_pitch(case))
             .scales((words > 0).then(|| ScaleView::new(self.x_scales.view(), 4 * row_stride, 4 * col_stride)))
             .index_type(index)
+            .top_k(case.call_top_k)
             .topk_idx_strides(gaps.then(|| self.choice_strides(index.bytes())))
             .topk_weight_strides(gaps.then(|| self.choice_strides(4)))
             .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))

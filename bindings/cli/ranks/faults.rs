@@ -153,11 +153,11 @@ fn spoil(
     let Some(rank) = ranks.find(spoils) else { return Planned::default() };
     let source = &mut sources[rank];
     let place = dice.below(source.tokens) * case.top_k;
-    let k = dice.below(case.top_k);
-    let other = place + (k + 1) % case.top_k;
+    let k = dice.below(case.columns());
+    let other = place + (k + 1) % case.columns();
     source.topk_idx[place + k] = match dice.below(4) {
         0 => -2,
-        1 if case.top_k > 1 && source.topk_idx[other] >= 0 => source.topk_idx[other],
+        1 if case.columns() > 1 && source.topk_idx[other] >= 0 => source.topk_idx[other],
         2 => i64::from(i32::MAX),
         _ => case.experts as i64,
     };

@@ -186,6 +186,8 @@ fn common() -> Vec<Chances> {
         chances!(none_percent, all, by([("0", 0.4), ("10", 0.2), ("60", 0.2), ("100", 0.2)])),
         chances!(duplicate_percent, all, [by([("-", 2.0 * third)]), alike(third, [0, 20, 60, 100])].concat()),
         chances!(compact_handles, all, yes(0.5)),
+        chances!(call_top_k, by_expert, |c| flag(c.call_top_k.is_some()), yes(1.0 / 6.0)),
+        chances!(call_top_k, |c| !by_expert(c), by([("-", 1.0)])),
         chances!(mode, all, alike(1.0, ["fused", "split", "graph"])),
         chances!(ahead, not_in_place, by([("1", 2.0 * third), ("2", 1.0 / 6.0), ("3", 1.0 / 6.0)])),
         chances!(ahead, |c| c.in_place, by([("1", 1.0)])),
