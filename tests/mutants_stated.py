@@ -7,7 +7,7 @@ GROUPS = [
         ("a token's first choice is its last", "kernels/dispatch/receive.cuh",
          "here ? lowest_bit(here) : 0", "here ? 31 - __builtin_clz(here) : 0"),
         ("a list of choices is read for its first alone", "kernels/combine/send.cuh",
-         "next != 0 && count < c.top_k; ++count", "next != 0 && count < 1; ++count"),
+         "output_rows && count < c.top_k; ++count", "output_rows && count < 1; ++count"),
         ("weights of compact handles are those of other choices", "kernels/common/context.cuh",
          "same_bits<u32>(weight)) << 32", "same_bits<u32>(1.0f)) << 32"),
         ("handles of larger outputs keep their memory", "bindings/api/handle.rs", "if had >= rows.max(1) {", "if had >= 1 {"),
@@ -17,7 +17,8 @@ GROUPS = [
          "        self.uses(&lease)?;\n        rows.map_or(Ok(()), |rows| self.make_room(&lease, rows))?;\n"),
     ]),
     ("unit", "handle", [
-        ("a capture takes any handle", "bindings/api/handle.rs", "max_by_key(|(_, slot)| slot.rows())", "next()"),
+        ("a handle that is larger than needed is taken", "bindings/api/handle.rs", "{ (0, has) }", "{ (0, usize::MAX - has) }"),
+        ("free handles stay small", "bindings/api/handle.rs", ".chain(&mut free.slots)", ".chain(&mut [])"),
         ("entries freed while work may use them", "bindings/api/handle.rs",
          "self.row_choices.push(entries);", "self.row_choices = vec![entries];"),
         ("rows beyond an entry's bits", "bindings/api/handle.rs",
@@ -34,7 +35,8 @@ GROUPS = [
     ]),
     ("test", "plans", [
         ("masks of small nodes take eight bytes", "bindings/api/handle.rs", "{ 1 } else { 8 }", "{ 8 } else { 8 }"),
-        ("large handles have tables", "bindings/api/handle.rs", "2 * table_bytes(shape) > most", "table_bytes(shape) > 64 * most"),
+        ("small worlds have lists", "bindings/api/handle.rs", "table > most && saves", "table > most"),
+        ("large handles have tables", "bindings/api/handle.rs", "unwrap_or(table > most", "unwrap_or(table > 64 * most"),
     ]),
     ("test", "extremes", [
         ("ranks past a word lack no rows", "kernels/combine/send.cuh",

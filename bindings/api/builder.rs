@@ -199,6 +199,9 @@ impl AllToAllBuilder {
         let shape = self.shape(nodes, &placement);
         self.check_rows(&shape)?;
         self.check_bitmap(&shape)?;
+        if let Some((rows, _)) = self.tuning.in_place.filter(|_| Size::of(&shape, 1, &self.tuning).is_compact()) {
+            within("in_place rows", rows, 0, raw::TY_MAX_COMPACT_ROWS as usize, "rows with compact handles")?;
+        }
         if let Some((_, align)) =
             self.tuning.in_place.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
         {

@@ -610,7 +610,7 @@ impl AllToAll {
     ) -> Result<()> {
         let args = raw::ty_combine_args {
             context: call.context(&self.context),
-            handle: raw::ty_handle { call: rows.call, ..handle.lease.raw() },
+            handle: raw::ty_handle { call: rows.call, output_rows: handle.rows as u64, ..handle.lease.raw() },
             rows: rows.rows,
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,

@@ -73,10 +73,17 @@ pub(crate) struct Size {
 impl Size {
     pub fn of(shape: &Shape, rounds: usize, tuning: &Tuning) -> Size {
         let most = if shape.nodes.members().len() > 1 { LARGEST_TABLE_OF_NODES } else { LARGEST_TABLE };
-        let compact = tuning.compact_handles.unwrap_or_else(|| 2 * table_bytes(shape) > most);
+        let table = 2 * table_bytes(shape);
+        // Lists cost time, so they must save much. In worlds of few ranks they do not.
+        let saves = 4 * usual_rows(shape) * ROW_CHOICE_BYTES <= table;
+        let compact = tuning.compact_handles.unwrap_or(table > most && saves);
         let rows = compact.then(|| tuning.handle_rows.unwrap_or_else(|| usual_rows(shape)).max(1));
         let (offsets, bytes) = layout(shape, rounds, compact);
         Size { offsets, bytes, rows }
+    }
+
+    pub fn is_compact(&self) -> bool {
+        self.rows.is_some()
     }
 
     /// Bytes of a handle that is allocated when the context is built.
@@ -102,9 +109,7 @@ impl Pool {
             let mut slot = pool.make()?;
             slot._memory.fill(0)?;
             if let Some(rows) = size.rows {
-                let entries = pool.device.alloc(rows * ROW_CHOICE_BYTES)?;
-                entries.fill(0)?;
-                slot.give(entries);
+                slot.give(pool.device.alloc(rows * ROW_CHOICE_BYTES)?);
             }
             pool.lock().slots.push(slot);
         }
@@ -112,13 +117,17 @@ impl Pool {
     }
 
     /// Takes a handle for work on `queue`: a handle last used there, else one whose last use the queue can wait for,
-    /// else a new one. For `recorded` work the free handle with the most rows: its graph waits when it is launched.
+    /// else a new one. For `recorded` work any free handle: its graph waits when it is launched. Of several the one
+    /// that has room for `rows` output rows, but for the fewest.
     ///
     /// # Errors
     /// `Argument` if the stream captures and no handle is free: a capture cannot allocate. `Device` without memory.
-    pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
-        let mut slot =
-            if recorded { self.lock().take_largest().ok_or_else(none_free)? } else { self.take_eager(queue)? };
+    pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool, rows: usize) -> Result<Lease> {
+        let mut slot = if recorded {
+            self.lock().take_fitting(rows, |_| true).ok_or_else(none_free)?
+        } else {
+            self.take_eager(queue, rows)?
+        };
         // Combine refuses what an earlier dispatch left in this memory, if this handle's own never runs.
         slot.raw.serial = self.number();
         slot.raw.call = slot.raw.serial;
@@ -133,16 +142,16 @@ impl Pool {
         }
     }
 
-    fn take_eager(&self, queue: &Queue) -> Result<Slot> {
+    fn take_eager(&self, queue: &Queue, rows: usize) -> Result<Slot> {
         let mut free = self.lock();
-        if let Some(at) = free.slots.iter().rposition(|slot| slot.last.is_on(queue)) {
-            return Ok(free.slots.swap_remove(at));
+        if let Some(slot) = free.take_fitting(rows, |slot| slot.last.is_on(queue)) {
+            return Ok(slot);
         }
         if queue.is_capturing()? {
             return Err(none_free());
         }
-        if let Some(at) = free.slots.iter().position(|slot| slot.last.can_be_followed()) {
-            return Ok(free.slots.swap_remove(at));
+        if let Some(slot) = free.take_fitting(rows, |slot| slot.last.can_be_followed()) {
+            return Ok(slot);
         }
         drop(free);
         let slot = self.make()?;
@@ -150,7 +159,9 @@ impl Pool {
         Ok(slot)
     }
 
-    /// Gives a compact handle entries for so many output rows, if it has fewer, for work on `queue`.
+    /// Gives a compact handle entries for so many output rows, if it has fewer, and likewise all that are free: what
+    /// one call needs, a capture may need for each of its calls. Entries are read only where the same dispatch wrote
+    /// them.
     fn enlarge(&self, slot: &mut Slot, rows: usize, queue: &Queue, recorded: bool) -> Result<()> {
         let Some(least) = self.size.rows else { return Ok(()) };
         let had = slot.rows();
@@ -158,16 +169,20 @@ impl Pool {
             return Ok(());
         }
         if rows > raw::TY_MAX_COMPACT_ROWS as usize {
-            let advice =
-                format!("outputs of this context have at most {} rows; ask for fewer", raw::TY_MAX_COMPACT_ROWS);
+            let most = raw::TY_MAX_COMPACT_ROWS;
+            let advice = format!("outputs of this context have at most {most} rows; ask for fewer");
             return Err(Error::argument("layout", format!("{rows} rows"), advice));
         }
         if recorded || queue.is_capturing()? {
             return Err(too_small(had, rows));
         }
-        let entries = self.device.alloc(rows.max(least).max(2 * had) * ROW_CHOICE_BYTES)?;
-        queue.fill(entries.view().span(), 0)?;
-        slot.give(entries);
+        let mut free = self.lock();
+        for slot in std::iter::once(slot).chain(&mut free.slots) {
+            let had = slot.rows();
+            if had < rows.max(1) {
+                slot.give(self.device.alloc(rows.max(least).max(2 * had) * ROW_CHOICE_BYTES)?);
+            }
+        }
         Ok(())
     }
 
@@ -181,6 +196,7 @@ impl Pool {
             weights,
             slots,
             row_choices: 0,
+            output_rows: 0,
             source_tokens,
             rank_mask,
             wire_row,
@@ -207,8 +223,11 @@ impl Pool {
 }
 
 impl Free {
-    fn take_largest(&mut self) -> Option<Slot> {
-        let (at, _) = self.slots.iter().enumerate().max_by_key(|(_, slot)| slot.rows())?;
+    /// Of the handles that `may` be taken one with room for `rows` output rows, but for the fewest; else the largest.
+    fn take_fitting(&mut self, rows: usize, may: impl Fn(&Slot) -> bool) -> Option<Slot> {
+        let places = self.slots.iter().enumerate().rev().filter(|(_, slot)| may(slot));
+        let key = |has: usize| if has >= rows { (0, has) } else { (1, usize::MAX - has) };
+        let (at, _) = places.min_by_key(|(_, slot)| key(slot.rows()))?;
         Some(self.slots.swap_remove(at))
     }
 }
@@ -228,7 +247,7 @@ fn too_small(had: usize, rows: usize) -> Error {
     Error::argument(
         "handle",
         format!("room for {had} rows while the stream captures, where the output has {rows}"),
-        "dispatch into such an output before capturing, once for each dispatch that the graph records, and drop the handles",
+        "give Tuning::handle_rows the rows of the output, or dispatch into it once before capturing",
     )
 }
 
@@ -281,7 +300,7 @@ impl Lease {
         self.lock().as_ref().map_or_else(raw::ty_handle::default, |slot| slot.raw)
     }
 
-    /// Makes room for an output of so many rows, before the launches that write it on `queue`.
+    /// Makes room for an output of so many rows, before the launches on `queue` that write it.
     ///
     /// # Errors
     /// `Argument` for more rows than a handle can have, or if memory is needed while the stream captures (`recorded`
@@ -444,10 +463,10 @@ mod tests {
         let builder = AllToAll::builder(&world).device(device.clone()).hidden(8).experts(2).top_k(1);
         let builder = builder.max_tokens_per_rank(5).tuning(|t| (t.handles, t.compact_handles) = (1, Some(true)));
         let (shape, _) = builder.check().unwrap();
-        let pool =
-            Pool::new(&device, &shape, 1, &Tuning { handles: 1, compact_handles: Some(true), ..Tuning::default() });
-        let (pool, stream) = (pool.unwrap(), device.new_stream().unwrap());
-        let lease = pool.take(stream.queue(), false).unwrap();
+        let tuning = Tuning { handles: 3, compact_handles: Some(true), ..Tuning::default() };
+        let (pool, stream) = (Pool::new(&device, &shape, 1, &tuning).unwrap(), device.new_stream().unwrap());
+        let take = |rows| pool.take(stream.queue(), true, rows).unwrap();
+        let (lease, other) = (take(0), take(0));
         let entries = |lease: &Lease| lease.lock().as_ref().unwrap().rows();
         // 5 rows of uniform routing; an eighth of that is none.
         assert_eq!(entries(&lease), 5);
@@ -465,12 +484,14 @@ mod tests {
             assert_eq!(entries(&lease), has);
         }
         assert_eq!(lease.lock().as_ref().unwrap().row_choices.len(), 4);
-        drop(lease);
-        // A capture takes the handle with the most rows.
-        let (small, large) = (pool.make().unwrap(), pool.take(stream.queue(), false).unwrap());
-        pool.lock().slots.push(small);
-        drop(large);
-        pool.lock().slots.reverse();
-        assert_eq!([(); 2].map(|()| pool.take(stream.queue(), true).unwrap()).each_ref().map(entries), [100, 0]);
+        // The third, which was free, grew, too.
+        drop((lease, other));
+        assert_eq!([6, 0].map(take).each_ref().map(entries), [100, 5]);
+        assert_eq!([usize::MAX, 1000].map(take).each_ref().map(entries), [100, 100]);
+        let few = take(3);
+        assert_eq!(entries(&few), 5);
+        few.make_room(7, stream.queue(), false).unwrap();
+        drop(few);
+        assert_eq!([7, 0, 500].map(take).each_ref().map(entries), [10, 100, 100]);
     }
 }

@@ -117,7 +117,9 @@ impl<'a> Call<'a> {
     /// # Errors
     /// As [`Pool::take`] and [`Lease::make_room`], and `Device` if the driver refuses.
     pub fn take(&mut self, rows: Option<usize>) -> Result<Arc<Lease>> {
-        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.is_some())?);
+        // A half that sends does not know the output: any may come.
+        let most = rows.unwrap_or(usize::MAX);
+        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.is_some(), most)?);
         // First: a capture keeps what it uses.
         rows.map_or(Ok(()), |rows| self.make_room(&lease, rows))?;
         self.uses(&lease)?;

@@ -83,18 +83,21 @@ pub struct Tuning {
     /// More are allocated on demand, but not while a stream captures: a recorded dispatch takes an allocated handle
     /// that is free, or is refused with `Argument`. Its graph keeps that handle, also after the
     /// [`Handle`](super::Handle) is dropped. So give at least the dispatches that all graphs record, plus the handles
-    /// that are alive beside them. Default: 4.
+    /// that are alive beside them; see also [`handle_rows`](Self::handle_rows). Default: 4.
     pub handles: usize,
     /// Whether handles are compact: each then has 4 bytes for each token of each rank, and 8 bytes for each row of its
     /// dispatch's output, instead of 8 bytes for each choice of each token of each rank. Ranks may differ. Outputs then
-    /// have at most 2^26 - 1 rows. Default: yes where the latter would be more than 1 MiB, or 4 MiB in one node.
-    /// Combine looks up one choice of a token after the other, which takes long where a rank gets many choices of each
-    /// token, and calls of one node with compact handles take general kernels.
+    /// have at most 2^26 - 1 rows. Default: yes where the latter would be more than 1 MiB, or 4 MiB in one node, and
+    /// four times what rows of uniform routing take. Combine looks up one choice of a token after the other, which
+    /// takes long where a rank gets many choices of each token, and calls of one node with compact handles take general
+    /// kernels.
     pub compact_handles: Option<bool>,
     /// Output rows for which the compact handles of [`handles`](Self::handles) have room when the context is built. A
-    /// dispatch into a larger output enlarges its handle, but not while a stream captures: then it is refused with
-    /// `Argument`. Default: the rows that a rank gets of `max_tokens_per_rank` tokens of each rank if all experts get
-    /// as many, and an eighth more.
+    /// dispatch into a larger output allocates memory for its handle and all free ones, which on a GPU may wait for
+    /// kernels under way. While a stream captures it is refused with `Argument` instead. So give the rows of the
+    /// largest output where calls are captured without a call before, or wait for later calls of their own rank.
+    /// Default: the rows that a rank gets of `max_tokens_per_rank` tokens of each rank if all experts get as many, and
+    /// an eighth more.
     pub handle_rows: Option<usize>,
     /// Whether the device records when its blocks complete each stage of a call, and when each rank's counts or flag
     /// arrives; see [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Costs a few stores to host

@@ -517,9 +517,9 @@ TY_DEVICE u32 list_compact(const CombineArgs auto &a, Terms &terms, u64 call, u3
                            u32 bytes) {
   const auto &c = a.context;
   u32 count = 0;
-  // Never more, also if the handle is written meanwhile.
+  // Never more or other rows, also if the handle is written meanwhile. Without a row `next` - 1 is beyond all.
   TY_ROLLED
-  for (; next != 0 && count < c.top_k; ++count) {
+  for (; next - 1 < a.handle.output_rows && count < c.top_k; ++count) {
     u64 seen =
         !handle_may_change(c) || lane_index() == 0 ? load(pointer<const u64>(a.handle.row_choices) + next - 1) : 0;
     RowChoice row = RowChoice::of(handle_may_change(c) ? shuffle(seen, 0) : seen);

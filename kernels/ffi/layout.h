@@ -383,6 +383,7 @@ typedef struct ty_handle {
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
   uint64_t row_choices;   // 0, or in a compact handle, instead of rows and weights: uint64 [rows of the output], and
                           // slots name first rows, too: see RowChoice in kernels/common/context.cuh
+  uint64_t output_rows;   // of the dispatch; for combine alone
   uint64_t source_tokens; // uint32 [ranks][rounds + 1]: where rounds begin in each source's tokens, as numbered here;
                           // the first at 0
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to

@@ -66,6 +66,39 @@ fn a_thousand_handles_live_at_once() {
     }
 }
 
+/// The rows of calls before a capture that was refused for lack of room, and those of the captured dispatches.
+#[test]
+fn calls_before_a_capture_make_room_for_all_of_its_calls() {
+    for (before, at_once, captured) in [
+        // One handle at a time, as in the layers of a warm-up; the graph has them all at once.
+        (&[5, 5][..], false, &[5, 5, 5][..]),
+        (&[3, 5], true, &[3, 5]),
+        (&[5, 2], false, &[5]),
+    ] {
+        on_ranks(1, |world| {
+            let rig = Rig::with(&world, |builder| {
+                builder.tuning(|t| (t.handles, t.compact_handles, t.handle_rows) = (3, Some(true), Some(3)))
+            });
+            rig.route(&choices_of(0)[..1], 1);
+            let tokens = rig.tokens(1);
+            let dispatch = |rows: &usize| rig.ep.dispatch(&rig.stream, &tokens, &rig.output(*rows)).unwrap();
+            if at_once {
+                drop(before.iter().map(dispatch).collect::<Vec<Handle>>());
+            } else {
+                before.iter().for_each(|rows| drop(dispatch(rows)));
+            }
+            rig.stream.begin_capture().unwrap();
+            let handles: Vec<Handle> = captured.iter().map(dispatch).collect();
+            rig.ep.combine(&rig.stream, handles.last().unwrap(), &rig.expert_rows(), &rig.combined()).unwrap();
+            let graph = rig.stream.end_capture().unwrap();
+            graph.launch(&rig.stream).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            assert_eq!(rig.sum(0), rig.row(0, 1));
+        });
+    }
+}
+
 #[test]
 fn a_compact_handle_grows_with_the_output_but_not_while_a_stream_captures() {
     on_ranks(1, |world| {

@@ -281,17 +281,25 @@ fn handles_of_large_worlds_are_compact() {
     let one_node = [32u64, 64 * 4096 * 4, 64 * 2 * 4, 4096 * 8, 4096 * 8 * 9 / 8 * 8];
     // In nodes of 8 also rows in messages to 7 nodes, and masks of the rows of 7 sources. 4 rounds.
     let nodes = [32u64, 64 * 4096 * 4, 64 * 5 * 4, 4096 * 8, 7 * 4096 * 4, 7 * 5 * 4, 7 * 4096, 7 * 5 * 4, one_node[4]];
-    let few = [32u64, 64 * 4096 * 4, 64 * 2 * 4, 4096 * 8, 8];
     for (options, handle) in [
         ("", &one_node[..]),
         ("--ranks-per-node 8", &nodes),
-        ("--compact-handles", &few),
+        ("--compact-handles", &one_node),
         ("--mode graph --capacity 12345", &[&one_node[..4], &[12345 * 8]].concat()),
     ] {
         let plan = object(&format!("plan --device cuda --world 64 --tokens 4096 {options} --json -"));
         let bytes = handle.iter().map(|part| part.next_multiple_of(256)).sum::<u64>();
         assert_eq!(plan["handle_bytes"], bytes - (256 - handle.last().unwrap() % 256) % 256, "{options}");
         assert!(bytes <= 3 << 19, "{bytes} bytes are more than 1.5 MiB");
+    }
+    // Lists of two ranks would not be much smaller than tables, and take longer.
+    for (options, handle) in [
+        ("--world 2 --tokens 65536", 2 * (2 * 65536 * 8 * 4) + 2 * 65536 * 4 + 65536 * 8),
+        ("--world 5 --experts 255 --tokens 16384", 5 * 16384 * 4 + 16384 * 8 + 16384 * 8 * 9 / 8 * 8),
+    ] {
+        let plan = object(&format!("plan --device cuda {options} --json -"));
+        let bytes = plan["handle_bytes"].as_u64().unwrap();
+        assert!((handle..handle + 1024).contains(&bytes), "{options}: {bytes}, {handle}");
     }
 }
 

@@ -50,9 +50,6 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
         // A capture cannot enlarge handles.
         let most = case.local_counts().into_iter().max().unwrap_or(0);
         tuning.handle_rows = (case.mode == Mode::Graph).then(|| case.output_rows(most));
-        if case.compact_handles && case.mode != Mode::Graph {
-            tuning.handle_rows = Some(0);
-        }
         tuning.in_place = case.in_place.then(|| (case.capacity(), case.align));
         tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
     }))

@@ -367,6 +367,10 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
     };
     let mut builder = builder.device(device.clone()).timeout(job.timeout).tuning(|tuning| {
         tuning.handles = case.ahead;
+        // Calls that are not captured enlarge them.
+        if case.compact_handles && case.mode != Mode::Graph {
+            tuning.handle_rows = Some(0);
+        }
         tuning.arena = place;
         tuning.statistics = job.stages;
     });
