@@ -217,7 +217,7 @@ MUTANTS = [
     ("a call of several rounds taken for a specialised one", PICK, "        && context.rounds == 1\n", ""),
     ("rows kept once taken for those of specialised calls", PICK, "        && context.free_flags == 0\n", ""),
     ("experts placed anyhow taken for even ones", PICK, "        && context.even_experts != 0\n", ""),
-    ("specialised sums where old values are to be added", PICK, " && args.accumulate == 0;", ";"),
+    ("specialised sums where old values are to be added", PICK, " && args.accumulate == 0", ""),
     ("specialised sums before weights are there", PICK, "let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;",
      "let late = false;"),
     ("rows sent as they are that were to be quantised", PICK, "specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;", "false;"),

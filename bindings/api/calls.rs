@@ -250,6 +250,10 @@ pub struct Combined {
     pub dtype: Dtype,
     /// Add to what `out` holds instead of overwriting it.
     pub accumulate: bool,
+    /// int64 `[ranks]` of this generation, added to: nanoseconds for which the call waited until each rank of the own
+    /// node, and of each other node the rank that sends this rank the node's sums, had come to its combine. Each round
+    /// adds. Such calls take general kernels.
+    pub wait_times: Option<View>,
 }
 
 impl Tokens {
@@ -479,7 +483,7 @@ impl Rows {
 impl Combined {
     /// bf16 rows, without gaps, that overwrite what `out` holds.
     pub fn new(out: View) -> Combined {
-        Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false }
+        Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false, wait_times: None }
     }
 
     /// Sets [`out`](#structfield.out).
@@ -500,6 +504,11 @@ impl Combined {
     /// Sets [`accumulate`](#structfield.accumulate).
     pub fn accumulate(self, accumulate: bool) -> Combined {
         Combined { accumulate, ..self }
+    }
+
+    /// Sets [`wait_times`](#structfield.wait_times).
+    pub fn wait_times(self, wait_times: impl Into<Option<View>>) -> Combined {
+        Combined { wait_times: wait_times.into(), ..self }
     }
 }
 
@@ -859,13 +868,18 @@ impl Rows {
 }
 
 impl Combined {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        [Some(&self.out), self.wait_times.as_ref()].into_iter().flatten()
+    }
+
     pub(crate) fn check(&self, needs: &mut Needs<'_>, room: usize) -> Result<Sums> {
         let shape = needs.shape;
         let dtype = shape.float_code("dtype of out", self.dtype)?;
         let row_bytes = shape.hidden * self.dtype.bytes();
         let pitch = self.pitch_bytes.unwrap_or(row_bytes);
         let out = needs.need("out", &self.out, rows_span("pitch_bytes of out", room, pitch, row_bytes)?, 16)?;
-        Ok(Sums { out, pitch: pitch as u64, dtype, accumulate: u32::from(self.accumulate) })
+        let wait_times = needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?;
+        Ok(Sums { out, pitch: pitch as u64, dtype, accumulate: u32::from(self.accumulate), wait_times })
     }
 }
 
@@ -876,4 +890,5 @@ pub(crate) struct Sums {
     pub pitch: u64,
     pub dtype: u32,
     pub accumulate: u32,
+    pub wait_times: u64,
 }

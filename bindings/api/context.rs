@@ -275,7 +275,7 @@ impl AllToAll {
         let sums = check_sums(out, handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
-        call.keep(rows.views().chain([&out.out]));
+        call.keep(rows.views().chain(out.views()));
         self.in_rounds(&call, |round| self.launch_combine(&call, BOTH_PHASES, round, handle, sent, Some(sums)))?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -324,7 +324,7 @@ impl AllToAll {
         let sums = check_sums(out, &sent.handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
-        call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
+        call.keep(sent.views.iter().flat_map(Rows::views).chain(out.views()));
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
             self.launch_combine(&call, phases, round, &sent.handle, sent.rows, Some(sums))
@@ -618,6 +618,7 @@ impl AllToAll {
             out_pitch: sums.map_or(0, |sums| sums.pitch),
             out_dtype: sums.map_or(raw::TY_BF16, |sums| sums.dtype),
             accumulate: sums.map_or(0, |sums| sums.accumulate),
+            wait_times: sums.map_or(0, |sums| sums.wait_times),
             layout: handle.layout.code(),
             phases,
             round: round as u32,

@@ -58,9 +58,8 @@ fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
-    let specialised = is_specialised(&args.context, &args.handle, args.phases)
-        && args.out_dtype == raw::TY_BF16
-        && args.accumulate == 0;
+    let plain = args.out_dtype == raw::TY_BF16 && args.accumulate == 0 && args.wait_times == 0;
+    let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
     let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
     // LL rows have no tags.
     let ll = args.context.regions.partial_tags.source_stride == 0;
@@ -218,6 +217,7 @@ mod tests {
             raw::ty_combine_args { phases: raw::TY_PHASE_RECEIVE, ..specialised },
             raw::ty_combine_args { out_dtype: raw::TY_FP32, ..specialised },
             raw::ty_combine_args { accumulate: 1, ..specialised },
+            raw::ty_combine_args { wait_times: 64, ..specialised },
         ] {
             assert_eq!(combine(&other, Dtype::Bf16, Partial::Same), "ty_combine_bf16");
         }

@@ -201,6 +201,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
 TY_DEVICE void relay_combine(const CombineArgs auto &a, const Round &round) {
   const auto &c = a.context;
   bool weighs = weighs_late(c) && round.number == 0; // weights go ahead of the call's first round
+  WaitTimes waits = begin_waits(a.wait_times);
   if (a.phases & TY_PHASE_SEND) {
     if (weighs && !relay_staging(c, TY_DIRECTION_WEIGHTS, round.call)) return;
     if (!relay_staging(c, TY_DIRECTION_COMBINE, round.epoch)) return;
@@ -208,6 +209,7 @@ TY_DEVICE void relay_combine(const CombineArgs auto &a, const Round &round) {
   }
   if (a.phases & TY_PHASE_RECEIVE)
     relay_arrived(c, TY_DIRECTION_COMBINE, round.epoch, [&](u32 link) {
+      waits.add(peer_of_source(c, TY_DIRECTION_COMBINE, link));
       Range range = round_range(c, a.handle.wire_rows, link, round);
       return range.end - range.first;
     });

@@ -137,6 +137,7 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
 // dispatch. `closed`: as finds_closed.
 TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, const Team &team, u64 epoch, bool closed) {
   const auto &c = a.context;
+  WaitTimes waits = begin_waits(block_index() == 0 ? a.wait_times : 0);
   bool failed = closed;
   u32 own = dispatch_number(a);
   for (u32 first = team_warp(team) * warp_size; first < c.node_ranks; first += team_threads(team)) {
@@ -146,6 +147,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
       const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
       failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
       note_notified(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
+      waits.add(world_rank(c, rank));
       u32 status = static_cast<u32>(load_relaxed_sys(flag));
       incomplete = (status & 1) != 0;
       failed |= status >> 1 != own;

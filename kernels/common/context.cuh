@@ -293,6 +293,19 @@ TY_DEVICE void note_rows(const Context auto &c, u32 peer, u32 rows) {
   if (c.stats) note(c, 2 * c.blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
 }
 
+// How long a launch waits for each rank, added to what is there. `times`: null where nobody asks.
+struct WaitTimes {
+  u64 *times;
+  u64 began;
+
+  // Once what is awaited of the rank is here. By one thread.
+  TY_DEVICE void add(u32 rank) const {
+    if (times) store(times + rank, load(times + rank) + now_ns() - began);
+  }
+};
+
+TY_DEVICE WaitTimes begin_waits(u64 times) { return {pointer<u64>(times), times ? now_ns() : 0}; }
+
 // ---- waits -----------------------------------------------------------------------------------------------
 
 // Polls of a wait loop between two checks of the clock and of the closed word.

@@ -59,8 +59,9 @@ static_assert(__builtin_offsetof(SomeDispatchArgs, output) == __builtin_offsetof
 template <bool inter_node, Specialised does, u32 is_layout, bool ll> struct SpecialisedCombineArgs {
   SpecialisedContext<inter_node, does, ll> context;
   SpecialisedHandle<inter_node> handle;
-  u64 rows, rows_pitch, topk_weight, out, out_pitch;
+  u64 rows, rows_pitch, topk_weight, out, out_pitch, unused_times;
   u32 tokens, unused[5];
+  static constexpr u64 wait_times = 0;
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
 };

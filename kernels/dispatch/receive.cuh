@@ -25,7 +25,7 @@ TY_DEVICE bool is_describer(const Context auto &c) { return block_index() == wor
 TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
                            bool closed) {
   const auto &c = a.context;
-  u64 *waited = is_describer(c) ? pointer<u64>(a.output.wait_times) : nullptr, began = waited ? now_ns() : 0;
+  WaitTimes waits = begin_waits(is_describer(c) ? a.output.wait_times : 0);
   bool failed = closed;
   u32 words = counted_words(c);
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
@@ -46,7 +46,7 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
     else store(&shared.source_first[source], value);
     if (!received || e != c.local_experts) continue;
     note_notified(c, TY_DIRECTION_DISPATCH, source);
-    if (waited) store(waited + source, load(waited + source) + now_ns() - began);
+    waits.add(source);
   }
   return !team_any(team, failed);
 }

@@ -452,9 +452,10 @@ typedef struct ty_combine_args {
   uint64_t rows_pitch;  // bytes
   uint64_t topk_weight; // float [tokens][top_k] of this rank's own tokens, or 0
   uint64_t out;
-  uint64_t out_pitch; // bytes
-  uint32_t tokens;    // for which `out` and `topk_weight` have room
-  uint32_t out_dtype; // TY_BF16, TY_FP16 or TY_FP32
+  uint64_t out_pitch;  // bytes
+  uint64_t wait_times; // as ty_output.wait_times: until rows of each rank of the node, and of each other node, come
+  uint32_t tokens;     // for which `out` and `topk_weight` have room
+  uint32_t out_dtype;  // TY_BF16, TY_FP16 or TY_FP32
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;

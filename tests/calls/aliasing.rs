@@ -100,7 +100,12 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
 #[test]
 fn sums_lie_in_nothing_that_their_combine_reads() {
     const PITCH: usize = HIDDEN * 2;
-    let parts = [("rows", ROWS * PITCH), ("topk_weight", MAX_TOKENS * TOP_K * 4), ("out", MAX_TOKENS * PITCH)];
+    let parts = [
+        ("rows", ROWS * PITCH),
+        ("topk_weight", MAX_TOKENS * TOP_K * 4),
+        ("out", MAX_TOKENS * PITCH),
+        ("wait_times", 8),
+    ];
     let world = World::threads(1).unwrap().remove(0);
     let rig = Rig::with(&world, |builder| builder.weights(Weights::Combine));
     rig.route(&[[-1; TOP_K]; MAX_TOKENS], 0);
@@ -109,9 +114,9 @@ fn sums_lie_in_nothing_that_their_combine_reads() {
     let memory = rig.ep.device().alloc((parts.len() + 1) * VIEW).unwrap();
     memory.fill(0).unwrap();
     judge(&memory.view(), &parts, 2, |views| {
-        let [rows, weight, out] = views else { unreachable!() };
+        let [rows, weight, out, waits] = views else { unreachable!() };
         let rows = Rows::new(rows.clone()).topk_weight(weight.clone());
-        rig.ep.combine(&rig.stream, &handle, &rows, &Combined::new(out.clone()))?;
+        rig.ep.combine(&rig.stream, &handle, &rows, &Combined::new(out.clone()).wait_times(waits.clone()))?;
         rig.stream.synchronize(PATIENCE)
     });
     rig.ep.check().unwrap();

@@ -227,6 +227,7 @@ fn parts(case: &Case) -> Vec<Part> {
             rows: g.rows.rows(v),
             ..g
         }),
+        part(Of::Combined, "wait_times", "wait_times", 8, 8, |g, v| Given { out: g.out.wait_times(v), ..g }),
         part(Of::Combined, "out", "out", span(room, case.out_row_bytes(), case.gap), 16, |g, v| Given {
             out: g.out.out(v),
             ..g

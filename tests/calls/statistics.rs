@@ -112,39 +112,49 @@ fn waited(times: &DeviceBuffer) -> Vec<u64> {
     seen.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect()
 }
 
-/// Rank 2 is late; what is there before is added to.
+/// Rank 2 is late with its dispatch or with its combine; what is there before is added to.
 fn check_waits(world: &World, rounds: u64, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) {
     const LATE: Duration = Duration::from_millis(150);
     let device = test_device(world);
-    let times = device.alloc(3 * 8).unwrap();
+    let times = [device.alloc(3 * 8).unwrap(), device.alloc(3 * 8).unwrap()];
+    times.iter().for_each(|times| times.write(0, &1_000u64.to_ne_bytes().repeat(3)).unwrap());
     let rig = Rig::on(world, device, change);
-    times.write(0, &1_000u64.to_ne_bytes().repeat(3)).unwrap();
-    let output = rig.output(rig.capacity).wait_times(times.view());
-    let mut before = vec![1_000; 3];
-    for late in [true, false] {
-        rig.route_all(usize::from(late));
-        world.barrier("ranks are aligned").unwrap();
-        if late && rig.rank == 2 {
-            std::thread::sleep(LATE);
-        }
+    let output = rig.output(rig.capacity).wait_times(times[0].view());
+    let combined = rig.combined().wait_times(times[1].view());
+    let mut before = [vec![1_000; 3], vec![1_000; 3]];
+    for (salt, late) in [Some(0), Some(1), None].into_iter().enumerate() {
+        rig.route_all(salt);
+        let begin = |call| {
+            rig.stream.synchronize(PATIENCE).unwrap();
+            world.barrier("ranks are aligned").unwrap();
+            if late == Some(call) && rig.rank == 2 {
+                std::thread::sleep(LATE);
+            }
+        };
+        begin(0);
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
-        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        begin(1);
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &combined).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
-        rig.expect_own_rows(MAX_TOKENS, usize::from(late));
-        let now = waited(&times);
-        let added: Vec<u64> = now.iter().zip(&before).map(|(now, before)| now.checked_sub(*before).unwrap()).collect();
-        // Other ranks' threads may be held up, too.
-        let waits = late && rig.rank != 2;
-        assert!(!waits || added[2] > LATE.as_nanos() as u64 * 2 / 3, "rank {}: {added:?}", rig.rank);
-        assert!(added.iter().all(|time| *time < rounds * 10_000_000_000), "rank {}: {added:?}", rig.rank);
-        before = now;
+        rig.expect_own_rows(MAX_TOKENS, salt);
+        for call in 0..2 {
+            let now = waited(&times[call]);
+            let added = now.iter().zip(&before[call]).map(|(now, before)| now.checked_sub(*before).unwrap());
+            let added: Vec<u64> = added.collect();
+            // Other ranks' threads may be held up, too.
+            let waits = late == Some(call) && rig.rank != 2;
+            assert!(!waits || added[2] > LATE.as_nanos() as u64 * 2 / 3, "rank {} call {call}: {added:?}", rig.rank);
+            assert!(added.iter().all(|time| *time < rounds * 10_000_000_000), "rank {}: {added:?}", rig.rank);
+            before[call] = now;
+        }
     }
 }
 
 #[test]
-fn a_dispatch_adds_up_how_long_it_waits_for_each_rank() {
+fn a_call_adds_up_how_long_it_waits_for_each_rank() {
     on_ranks(3, |world| check_waits(&world, 1, |builder| builder));
+    // Rank 2, alone in its node, is the rail of both others, and sends them its node's sums.
     nodes::on_nodes(&[2, 1], |world, network| {
         let proxy = nodes::proxy(network, &world, 3000);
         check_waits(&world, 2, |builder| builder.proxy(&proxy).tuning(|t| t.round_tokens = Some(2)));
