@@ -431,8 +431,9 @@ fn verify_ends_when_its_time_is_over() {
     let (_, last) = printed.trim_end().rsplit_once('\n').unwrap();
     let ran: usize = last.strip_suffix(" configurations run on cpu, 0 failed").unwrap().parse().unwrap();
     assert!((1..10_000).contains(&ran), "{ran}");
-    // Pairs that had no time are not missed.
+    // Pairs that had no time are not missed, and that is said.
     assert!(!printed.contains("never drawn"), "{printed}");
+    assert!(printed.contains("the time was over before all 1000000 random configurations"), "{printed}");
     assert!(text(&refused.stderr).contains("leave --seconds out"));
 }
 

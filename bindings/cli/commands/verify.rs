@@ -118,7 +118,8 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge<'_, '_>) -> Result<bool, Re
         let drawn = draw(first.wrapping_add(i as u64), judge.device);
         session.run(&as_asked(drawn, args.quantize, args.in_place));
     }
-    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.in_place && !is_over();
+    let cut = session.run < count && is_over();
+    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.in_place && !cut;
     if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
@@ -131,6 +132,12 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge<'_, '_>) -> Result<bool, Re
     session.bar.clear();
     say!(out, "{}\n{}", session.tally.table(), session.tally.nodes_line());
     say!(out, "{} overflows, {} refused routings seen", session.verdict.overflows, session.verdict.refusals);
+    if cut {
+        say!(
+            out,
+            "the time was over before all {count} random configurations; pairs that were not drawn are not listed"
+        );
+    }
     say!(out, "{} configurations run on {}, {} failed", session.run, judge.device.name(), session.failures);
     let missing = if all_pairs { session.tally.missing() } else { Vec::new() };
     missing.iter().for_each(|pair| say!(out, "never drawn: {pair}"));
