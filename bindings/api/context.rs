@@ -3,6 +3,7 @@
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::calls::{Combined, InPlaceOutput, Layout, Needs, Output, Rows, Sums, Tokens};
+use super::counts::{CountWords, Counts};
 use super::device_memory::{Local, Shared, device_context};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
 use super::open::{Call, InUse, Memory, Open};
@@ -12,7 +13,7 @@ use super::plan::Plan;
 use super::shape::Shape;
 use super::sms::sms_of;
 use super::statistics::CallStatistics;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Rank, Result, wait};
 use crate::ffi::layout as raw;
 use crate::kernels::{Chains, Device, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
 use crate::proxy::driver::Kept;
@@ -151,6 +152,16 @@ fn check_sums(out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums>
     Ok(sums)
 }
 
+/// What all launches of a dispatch are given.
+fn dispatch_args(
+    handle: raw::ty_handle,
+    tokens: raw::ty_tokens,
+    output: raw::ty_output,
+    first_counts: u64,
+) -> raw::ty_dispatch_args {
+    raw::ty_dispatch_args { handle, tokens, output, first_counts, ..raw::ty_dispatch_args::default() }
+}
+
 impl AllToAll {
     /// Starts the configuration of a context over `world`.
     pub fn builder(world: &World) -> AllToAllBuilder {
@@ -195,9 +206,10 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
-        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, lease.raw(), input, Some(out)))?;
+        let args = dispatch_args(lease.raw(), input, out, 0);
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        Ok(self.handle(&self.sent(lease, tokens, input)?, output))
+        Ok(self.handle(&self.sent(lease, tokens, input, None)?, output))
     }
 
     /// Rounds of each call, one launch each; 1 unless `max_tokens_per_rank` exceeds the tokens of a round
@@ -213,15 +225,65 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. `Config` in a context with
     /// [`in_place`](super::Tuning::in_place), whose dispatches have no halves.
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
+        self.send_dispatch(stream, tokens, false)
+    }
+
+    /// As [`dispatch_send`](Self::dispatch_send), and [`counts`](Self::counts) then returns how many rows come, before
+    /// they are placed. So [`dispatch_recv`](Self::dispatch_recv) can be given an output of exactly as many rows. The
+    /// launch waits for the dispatch of every other rank; in a world of several nodes also for those ranks of the own
+    /// node that make another call than this one to receive it.
+    ///
+    /// # Errors
+    /// As for [`dispatch_send`](Self::dispatch_send). `Argument` if the stream captures: the host learns nothing of a
+    /// replay.
+    pub fn dispatch_send_counts(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
+        self.send_dispatch(stream, tokens, true)
+    }
+
+    fn send_dispatch(&self, stream: &Stream, tokens: &Tokens, counted: bool) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
         let input = tokens.check(&mut self.needs())?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
+        if counted && call.is_recorded() {
+            let advice = "a graph cannot wait for the host; give it an output with room for any routing, by dispatch_send \
+                          or dispatch, and read expert_count on the device";
+            return Err(Error::argument("stream", "capturing a dispatch whose counts come first", advice));
+        }
         let lease = call.take(None)?;
+        let counts = if counted { lease.counts()? } else { None };
         call.keep(tokens.views());
-        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
+        let first_counts = counts.as_ref().map_or(0, CountWords::address);
+        let args = dispatch_args(lease.raw(), input, raw::ty_output::default(), first_counts);
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        self.sent(lease, tokens, input)
+        self.sent(lease, tokens, input, counts)
+    }
+
+    /// Waits for the counts of a dispatch that [`dispatch_send_counts`](Self::dispatch_send_counts) sent, at most for
+    /// `timeout`. They are here once every rank has sent its counts, whether or not its rows have come. They may be
+    /// asked for again.
+    ///
+    /// # Errors
+    /// Whatever [`check`](Self::check) returns, of this dispatch too: after an error that is not fatal ask again.
+    /// `Argument` for a `Sent` of another context, or of a call without counts. `Device` once `timeout` has passed,
+    /// after which the dispatch goes on; `Interrupted`.
+    pub fn counts(&self, sent: &Sent, timeout: Duration) -> Result<Counts> {
+        self.check()?;
+        self.own("sent", sent.context)?;
+        let Some(words) = &sent.counts else {
+            let advice = "send with dispatch_send_counts to have counts first";
+            return Err(Error::argument("sent", "of a call without counts", advice));
+        };
+        let left = "the dispatch goes on; ask for its counts again";
+        let found = wait::poll_unless("counts", timeout, left, || {
+            words.read().map(Ok).or_else(|| self.check().err().map(Err))
+        })?;
+        found.unwrap_or_else(|| {
+            let what = format!("the counts of a dispatch had not come after {timeout:?}");
+            let advice = "a rank has not sent its dispatch yet, or this rank's stream has not reached it; wait longer";
+            Err(Error::device(what, advice))
+        })
     }
 
     /// The receiving half of [`dispatch`](Self::dispatch).
@@ -252,9 +314,11 @@ impl AllToAll {
         call.uses(&sent.lease)?;
         call.make_room(&sent.lease, self.rows(output))?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
+        let first_counts = sent.counts.as_ref().map_or(0, CountWords::address);
+        let args = dispatch_args(sent.lease.raw(), sent.tokens, out, first_counts);
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, round, sent.lease.raw(), sent.tokens, Some(out))
+            self.launch_dispatch(&call, phases, round, &args)
         })?;
         Ok(self.handle(sent, output))
     }
@@ -532,10 +596,16 @@ impl AllToAll {
         Err(Error::argument(name, "of another context", "use it where it was made"))
     }
 
-    fn sent(&self, lease: Arc<Lease>, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
+    fn sent(
+        &self,
+        lease: Arc<Lease>,
+        tokens: &Tokens,
+        input: raw::ty_tokens,
+        counts: Option<CountWords>,
+    ) -> Result<Sent> {
         let room = tokens.room(&self.shape)?;
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
-        Ok(Sent { lease, room, tokens: input, views, context: self.id() })
+        Ok(Sent { lease, room, tokens: input, views, counts, context: self.id() })
     }
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
@@ -578,23 +648,10 @@ impl AllToAll {
         self.ended.get_or_init(|| error).clone()
     }
 
-    fn launch_dispatch(
-        &self,
-        call: &Call<'_>,
-        phases: u32,
-        round: usize,
-        handle: raw::ty_handle,
-        tokens: raw::ty_tokens,
-        output: Option<raw::ty_output>,
-    ) -> Result<()> {
-        let args = raw::ty_dispatch_args {
-            context: call.context(&self.context),
-            handle,
-            tokens,
-            output: output.unwrap_or_default(),
-            phases,
-            round: round as u32,
-        };
+    /// `args` are those of all launches of the call, from `dispatch_args`.
+    fn launch_dispatch(&self, call: &Call<'_>, phases: u32, round: usize, args: &raw::ty_dispatch_args) -> Result<()> {
+        let context = call.context(&self.context);
+        let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
         let (kernel, shared) = pick::dispatch(&args);
         self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
     }

@@ -4,11 +4,12 @@
 //! of the dispatch's output instead (`RowChoice` in kernels/common/context.cuh).
 
 use super::calls::{Layout, Rows, Tokens};
+use super::counts::CountWords;
 use super::shape::Shape;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, Half, LastUse, Queue};
+use crate::kernels::{Device, DeviceBuffer, Half, HostBuffer, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -27,6 +28,8 @@ pub(crate) struct Slot {
     /// Entries for output rows, in compact handles; the last is in use. Work may still use the others, which were too
     /// small for a later dispatch. Each has twice the former's rows at least, so they take less than the last.
     row_choices: Vec<DeviceBuffer>,
+    /// For counts that come first, once a call asked for them.
+    counts: Option<Arc<HostBuffer>>,
     raw: raw::ty_handle,
     last: Arc<LastUse>,
 }
@@ -52,6 +55,8 @@ pub(crate) struct Pool {
     device: Device,
     ordered: bool,
     size: Size,
+    /// Local experts and ranks.
+    counted: (usize, usize),
     free: Mutex<Free>,
     /// The number last given to a dispatch or a combine.
     numbers: AtomicU32,
@@ -104,7 +109,8 @@ impl Pool {
         let size = Size::of(shape, rounds, tuning);
         let free = Mutex::new(Free { slots: Vec::with_capacity(tuning.handles), abandoned: false });
         let (device, ordered, numbers) = (device.clone(), tuning.ordered, AtomicU32::new(0));
-        let pool = Pool { device, ordered, size, free, numbers };
+        let counted = (shape.local_experts, shape.ranks);
+        let pool = Pool { device, ordered, size, counted, free, numbers };
         for _ in 0..tuning.handles {
             let mut slot = pool.make()?;
             slot._memory.fill(0)?;
@@ -206,7 +212,8 @@ impl Pool {
             serial: raw::TY_HANDLE_EMPTY,
             call: 0,
         };
-        Ok(Slot { _memory: memory, row_choices: Vec::new(), raw, last: Arc::new(LastUse::new(self.ordered)) })
+        let last = Arc::new(LastUse::new(self.ordered));
+        Ok(Slot { _memory: memory, row_choices: Vec::new(), counts: None, raw, last })
     }
 
     /// Keeps the memory of all handles for good, also of handles in use when they come back: kernels that do not end
@@ -309,6 +316,22 @@ impl Lease {
         self.lock().as_mut().map_or(Ok(()), |slot| self.pool.enlarge(slot, rows, queue, recorded))
     }
 
+    /// The words for the counts of the handle's dispatch, in host memory. Call it once for a dispatch.
+    ///
+    /// # Errors
+    /// As [`Device::alloc_host`].
+    pub fn counts(&self) -> Result<Option<CountWords>> {
+        let (experts, ranks) = self.pool.counted;
+        let mut slot = self.lock();
+        let Some(slot) = slot.as_mut() else { return Ok(None) };
+        let words = match &slot.counts {
+            Some(words) => words.clone(),
+            None => Arc::new(self.pool.device.alloc_host(CountWords::bytes(experts, ranks))?),
+        };
+        slot.counts = Some(words.clone());
+        Ok(Some(CountWords::new(words, experts, slot.raw.serial)))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Slot>> {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -379,6 +402,8 @@ pub struct Sent {
     pub(crate) tokens: raw::ty_tokens,
     /// The same input as views, which keep its memory; only if there are later rounds.
     pub(crate) views: Option<Tokens>,
+    /// Where the counts come to, if they come first.
+    pub(crate) counts: Option<CountWords>,
     pub(crate) context: u64,
 }
 

@@ -1,13 +1,14 @@
 //! The interface: contexts and their builder, calls and their arguments, handles, placement, plans, reports.
 //!
 //! Place in the data path: at its head. A call checks its arguments, enqueues kernels and returns. Runs on the caller's
-//! thread. Calls never wait on the host; building and dropping a context do, with deadlines.
+//! thread. Calls never wait on the host, but for `AllToAll::counts`; building and dropping a context do, with deadlines.
 //!
 //! | what | file |
 //! |---|---|
 //! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
 //! | the context: building it, its calls, its end | `context`, `device_memory`, `agreement`, `open` |
 //! | arguments of calls, and their checks | `calls`, `choices` |
+//! | what the host learns between the halves of a dispatch | `counts` |
 //! | what combine needs of a dispatch | `handle` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
 //! | offsets in the arena | `plan` |
@@ -19,6 +20,7 @@ mod builder;
 mod calls;
 mod choices;
 mod context;
+mod counts;
 mod device_memory;
 mod format;
 mod handle;
@@ -37,6 +39,7 @@ pub use builder::AllToAllBuilder;
 pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
+pub use counts::Counts;
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};
 pub use placement::Placement;

@@ -19,6 +19,11 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
+    let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
+    if args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND {
+        let kernel = ("ty_dispatch_counts", "ty_dispatch_counts_nodes");
+        return (of_world(&args.context, kernel), of_world(&args.context, shared));
+    }
     let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
     let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
@@ -46,7 +51,6 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
         raw::TY_LAYOUT_TOKEN if specialised => ("ty_dispatch_specialised_token", "ty_dispatch_specialised_token_nodes"),
         _ => ("ty_dispatch", "ty_dispatch_nodes"),
     };
-    let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     (of_world(&args.context, kernel), of_world(&args.context, shared))
 }
 

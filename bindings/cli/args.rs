@@ -191,9 +191,13 @@ pub struct BenchArgs {
     /// In-place output: peers store rows directly into an output in the arena (contiguous, in one node)
     #[arg(long)]
     pub in_place: bool,
-    /// One call each way, separate send and receive calls, or captured and replayed calls [default: fused]
-    #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
+    /// One call each way, separate send and receive calls, captured and replayed calls, or separate calls between which
+    /// the host learns how many rows come, for outputs of exactly as many [default: fused]
+    #[arg(long, value_name = "fused|split|graph|counts", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
+    /// As --mode counts
+    #[arg(long, conflicts_with = "mode")]
+    pub counts_first: bool,
     /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else the fewest within 1 %]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_SMS))]
     pub sms: Option<usize>,

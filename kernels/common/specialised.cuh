@@ -47,8 +47,10 @@ template <bool inter_node, Specialised does, u32 layout> struct SpecialisedDispa
   SpecialisedHandle<inter_node> handle;
   ty_tokens tokens;
   SpecialisedOutput<layout> output;
+  u64 unused_counts;
   u32 unused[2];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
+  static constexpr u64 first_counts = 0;
 };
 using SomeDispatchArgs = SpecialisedDispatchArgs<false, Specialised::nothing_else, 0>;
 static_assert(sizeof(SomeDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
@@ -82,16 +84,36 @@ struct InPlaceDispatchArgs {
   ty_handle handle;
   ty_tokens tokens;
   InPlaceOutput output;
+  u64 unused_counts;
   u32 unused[2];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
+  static constexpr u64 first_counts = 0;
 };
 static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
+
+// The sending half of a call whose counts come first: its launch also receives all counts, and gives them to the host.
+struct CountsDispatchArgs {
+  ty_context context;
+  ty_handle handle;
+  ty_tokens tokens;
+  SpecialisedOutput<TY_LAYOUT_TOKEN> output;
+  u64 first_counts;
+  u32 unused[2];
+  static constexpr u32 phases = TY_PHASE_SEND, round = 0;
+};
+static_assert(sizeof(CountsDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
+static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) == __builtin_offsetof(ty_dispatch_args, first_counts),
+              "the same bytes");
 
 // Facts that are more than the value of a member.
 
 // Whether output is in place: senders store rows directly into the output in each rank's arena (dispatch/in_place.cuh).
 TY_DEVICE constexpr bool in_place(const ty_context &) { return false; }
 TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
+
+// Whether a launch receives all counts for the host, and places no rows.
+TY_DEVICE constexpr bool takes_counts(const DispatchArgs auto &) { return false; }
+TY_DEVICE constexpr bool takes_counts(const CountsDispatchArgs &) { return true; }
 
 // Whether the owner of an expert is computed, not looked up.
 TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }

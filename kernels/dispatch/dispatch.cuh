@@ -23,8 +23,10 @@ namespace ty {
 TY_DEVICE void relay_dispatch(const DispatchArgs auto &a, const Round &round) {
   const auto &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_DIRECTION_DISPATCH, round.epoch)) return;
-  if (a.phases & TY_PHASE_RECEIVE)
-    relay_arrived(c, TY_DIRECTION_DISPATCH, round.epoch, [&](u32 j) { return arrived_rows(c, round.epoch, j).rows; });
+  // For counts, chunk 0 of each source is enough. The receiving half reads the list again.
+  if ((a.phases & TY_PHASE_RECEIVE) || takes_counts(a))
+    relay_arrived(c, TY_DIRECTION_DISPATCH, round.epoch,
+                  [&](u32 j) { return takes_counts(a) ? 0 : arrived_rows(c, round.epoch, j).rows; });
 }
 
 // Whether this rank has so few tokens that each warp has at most a part of one row.
@@ -53,15 +55,18 @@ template <bool inter_node> TY_DEVICE u32 dedicated_senders(const Context auto &c
 // Few rows leave sooner from many warps. Many rows are limited by the links, and placing by memory; but with few blocks
 // both are limited by what a block can store, unless ranks are so many that the links are the limit again. Quantising
 // rows takes warps longer than any link.
-template <bool inter_node> TY_DEVICE Teams teams_of(const Context auto &c, u32 phases, u32 tokens) {
-  u32 warps = block_warps();
-  if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !inter_node) || warps < 2) return {0, 0};
+template <bool inter_node> TY_DEVICE Teams teams_of(const DispatchArgs auto &a, u32 tokens) {
+  const auto &c = a.context;
+  u32 phases = a.phases, warps = block_warps();
+  bool receives = (phases & TY_PHASE_RECEIVE) || takes_counts(a);
+  if (!receives || (!(phases & TY_PHASE_SEND) && !inter_node) || warps < 2) return {0, 0};
   if (u32 dedicated = dedicated_senders<inter_node>(c, phases, tokens)) return {0, dedicated};
   if (has_few(c, tokens)) {
     // The other warps receive: all wait for the counts, which come soonest with a thread for each word.
     u32 listening = (counted_words(c) * c.ranks + warp_size - 1) / warp_size;
     return {warps - smaller(larger(listening, warps / 2), warps - larger(warps / 4, 1)), 0};
   }
+  if (takes_counts(a)) return {warps - larger(warps / 4, 1), 0};
   bool half = quantization(c) != TY_QUANTIZE_NONE || (has_few_blocks(c) && (inter_node || c.node_ranks <= 2));
   return {half ? warps / 2 : larger(warps / 4, 1), 0};
 }
@@ -136,7 +141,7 @@ template <bool inter_node>
 TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 kind, const Kept &kept) {
   const auto &c = a.context;
   const Pass &pass = kept.pass;
-  bool places = kind == pass_place, packs = inter_node && kind == pass_pack,
+  bool places = !takes_counts(a) && kind == pass_place, packs = inter_node && kind == pass_pack,
        forwards = inter_node && kind == pass_forward;
   u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
   u32 dedicated = inter_node ? 0 : load(&kept.dedicated), blocks = dedicated ? dedicated : worker_count(c);
@@ -212,6 +217,11 @@ struct Announcement {
   bool refused;  // a choice is faulty (between nodes)
   u32 dedicated; // as dedicated_senders: blocks that announce nothing
 };
+
+// Whether metadata of what arrived was forwarded by the launch that took the call's counts.
+TY_DEVICE bool forwarded_before(const DispatchArgs auto &a, const Round &round) {
+  return !takes_counts(a) && a.first_counts != 0 && round.number == 0;
+}
 
 // Announcements ahead of rows: heads of messages, whose way is the longest, and metadata of own tokens; as a rail,
 // metadata of what arrived, of all sources side by side. Each goes to some block, tile by tile: a tile waits for
@@ -290,10 +300,10 @@ TY_DEVICE void end_sending(const Context auto &c, const Team &team, u32 kind) {
 }
 
 // Whether a launch has a pass.
-template <bool inter_node> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
-  if (kind == pass_place) return (phases & TY_PHASE_RECEIVE) != 0;
-  if (kind == pass_forward) return inter_node && (phases & TY_PHASE_RECEIVE) != 0;
-  return (inter_node || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
+template <bool inter_node> TY_DEVICE bool has_pass(const DispatchArgs auto &a, u32 kind) {
+  if (kind == pass_place || kind == pass_forward)
+    return (inter_node || kind == pass_place) && ((a.phases & TY_PHASE_RECEIVE) != 0 || takes_counts(a));
+  return (inter_node || kind != pass_pack) && (a.phases & TY_PHASE_SEND) != 0;
 }
 
 // The passes of a launch, of which each team of a block's warps goes through its own, in this order:
@@ -304,6 +314,9 @@ template <bool inter_node> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
 //   push      senders                             peers that have read (between nodes)    own tokens of the round
 //   forward   senders (between nodes)             the same; each source's first chunk     rows of each served source
 //   place     placers, and senders that help      counts of all sources                   each (token, source)
+//
+// A launch that takes counts forwards metadata without rows, and one block gives the counts to the host instead of
+// placing; the receiving half then forwards rows alone.
 //
 // In one node the announcing pass stands before the loop. A sender that has nothing to send, or whose wait failed, goes
 // on with the last pass. The body is one: with the entry of the placing pass in a function of its own, two kernels
@@ -337,11 +350,15 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
   }
   TY_ROLLED
   for (u32 kind = !inter_node ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; ++kind) {
-    if (!has_pass<inter_node>(a.phases, kind) || (kind == pass_push && dedicated && !is_dedicated)) continue;
+    if (!has_pass<inter_node>(a, kind) || (kind == pass_push && dedicated && !is_dedicated)) continue;
     bool announces = inter_node && kind == pass_announce, places = kind == pass_place,
          forwards = inter_node && kind == pass_forward;
     Team team = team_in(kept, kind);
     bool member = is_member(team);
+    if (takes_counts(a) && places) {
+      if (member && is_describer(c)) give_counts(a, team, shared.place, round_in(kept), closed);
+      return;
+    }
     if (places) {
       if (member && !begin_placing(a, team, shared.place, round_in(kept), closed)) return;
       // N11: the plan, which the other team has handed over.
@@ -356,7 +373,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
       kind = pass_forward;
       continue;
     }
-    if (announces || forwards) {
+    if (announces || (forwards && !forwarded_before(a, round_in(kept)))) {
       Announcement what{forwards, load(&kept.found), load(&kept.refused) != 0, 0};
       bool announced = announce<inter_node>(a, team, shared.meta, round_in(kept), what, closed);
       if (!announced && announces) return;
@@ -369,7 +386,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
       pass.work = place_work(c, team, shared.place, kept);
     } else if (forwards) {
       served = served_by(c, team);
-      sources = places_arrived(c) ? 0 : layout_of(c, TY_DIRECTION_DISPATCH).sources;
+      sources = places_arrived(c) || takes_counts(a) ? 0 : layout_of(c, TY_DIRECTION_DISPATCH).sources;
     } else {
       Range range = own_range(c, round_in(kept), load(&kept.tokens));
       pass.first = range.first;
@@ -405,7 +422,7 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   Progress progress = ask_progress(c, TY_DIRECTION_DISPATCH);
   // Loads after an acquisition are trips to memory; this one is made before.
   i32 found = a.phases & TY_PHASE_SEND ? agree_count(a, find_count(a)) : 0;
-  Teams teams = teams_of<inter_node>(c, a.phases, own_choices(a, found).tokens);
+  Teams teams = teams_of<inter_node>(a, own_choices(a, found).tokens);
   u64 epoch = begin_launch(c, progress, TY_DIRECTION_DISPATCH, a.phases, a.round, a.handle.call);
   Round round = round_of(c, epoch);
   if (inter_node && round.epoch != 0 && is_relay(c)) {
@@ -425,6 +442,8 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_nodes, ty_dispatch_args) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_in_place, InPlaceDispatchArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_counts, CountsDispatchArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_counts_nodes, CountsDispatchArgs) { dispatch<true>(a); }
 
 // Specialised calls, by layout of the output.
 template <bool inter_node>

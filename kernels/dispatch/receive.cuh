@@ -120,6 +120,22 @@ TY_DEVICE void add_sources(const Context auto &c, const Team &team, PlaceShared 
   }
 }
 
+// Gives the host the rows of each expert and the tokens of each source that have a row here, as they will be placed. By
+// a team of one block. `closed`: as finds_closed.
+TY_DEVICE void give_counts(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
+                           bool closed) {
+  const auto &c = a.context;
+  if (!wait_counts(a, team, shared, round, closed)) return;
+  add_sources(c, team, shared);
+  team_barrier(team);
+  u64 serial = static_cast<u64>(a.handle.serial) << 32;
+  TY_ROLLED
+  for (u32 i = team_thread(team); i < c.local_experts + c.ranks; i += team_threads(team)) {
+    u32 count = i < c.local_experts ? load(&shared.rows[i]) : load(&shared.source_rows[i - c.local_experts]);
+    store_relaxed_sys(pointer<u64>(a.first_counts) + i, serial | count);
+  }
+}
+
 // After wait_counts. By a team.
 TY_DEVICE void plan_output(const DispatchArgs auto &a, const Team &team, PlaceShared &shared) {
   add_sources(a.context, team, shared);

@@ -41,6 +41,9 @@ pub struct ObservedDispatch<'a> {
     pub source_ranges: Option<&'a [u8]>,
     /// i32[local experts]: counts, added to the fill bytes.
     pub total_counts: Option<&'a [u8]>,
+    /// What the host learnt before rows were placed, also of rows for which the output has no room: rows of each local
+    /// expert, and tokens of each rank that have a row here.
+    pub first_counts: Option<(&'a [usize], &'a [usize])>,
 }
 
 /// Checks the output of rank `dst`.
@@ -302,6 +305,30 @@ impl Check<'_> {
         self.numbers("total_counts", seen.total_counts, &totals, true);
         let halves: Vec<usize> = self.ranges().into_iter().flat_map(|(begin, rows)| [rows, begin]).collect();
         self.numbers("half word of source_ranges", seen.source_ranges, &halves, false);
+        self.first_counts();
+    }
+
+    fn first_counts(&mut self) {
+        let Some((experts, sources)) = self.seen.first_counts else { return };
+        let (spec, dst) = (self.spec, self.dst);
+        let local_of = |source: &SourceRank, token: usize| -> Vec<usize> {
+            let experts = (0..spec.top_k).filter_map(|k| source.expert(spec, token, k));
+            experts.filter_map(|e| self.expected.experts.binary_search(&e).ok()).collect()
+        };
+        let mut wanted = (vec![0; self.expected.experts.len()], vec![0; self.sources.len()]);
+        let loud = self.sources.iter().enumerate().filter(|(rank, _)| !self.faults.is_silent(*rank));
+        for (rank, source) in loud {
+            for token in 0..source.tokens {
+                let local = local_of(source, token);
+                local.iter().for_each(|&e| wanted.0[e] += 1);
+                wanted.1[rank] += usize::from(!local.is_empty());
+            }
+        }
+        self.report.compared += (experts.len() + sources.len()) as u64;
+        if (experts, sources) != (wanted.0.as_slice(), wanted.1.as_slice()) {
+            let text = || format!("rank {dst}: first counts are {experts:?} and {sources:?}, expected {wanted:?}");
+            self.report.miss(1, text);
+        }
     }
 
     /// Begin and number of each source's rows for each local expert, expert by expert; nothing for experts without

@@ -431,7 +431,7 @@ impl Case {
             (self.several_nodes(), "it is for worlds of one node"),
             (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
             (self.quantize, "rows that are quantised have none"),
-            (self.mode == Mode::Split, "a dispatch to it has no halves"),
+            (self.mode.is_split(), "a dispatch to it has no halves"),
             (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one round"),
             (self.scale_order != OrderWord::Row, "its scales are row by row"),
             (self.ahead > 1, "the next dispatch overwrites it"),

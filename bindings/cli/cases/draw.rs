@@ -71,6 +71,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_in_place(&mut case);
     draw_duplicates(&mut case);
     draw_handles(&mut case);
+    draw_counts(&mut case);
     case
 }
 
@@ -84,7 +85,7 @@ pub fn quantized(case: Case) -> Case {
 
 /// The same, in one node, with in-place output; the rest is adapted to that.
 pub fn with_in_place(case: Case) -> Case {
-    let mode = if case.mode == Mode::Split { Mode::Fused } else { case.mode };
+    let mode = if case.mode.is_split() { Mode::Fused } else { case.mode };
     let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
     let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
@@ -150,6 +151,7 @@ pub fn draw_small(seed: u64) -> Case {
     draw_in_place(&mut case);
     draw_duplicates(&mut case);
     draw_handles(&mut case);
+    draw_counts(&mut case);
     case
 }
 
@@ -218,7 +220,7 @@ fn draw_routing(case: &mut Case, dice: &mut Dice) {
 }
 
 fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
-    case.mode = dice.word(Mode::Fused);
+    case.mode = dice.of(&[Mode::Fused, Mode::Split, Mode::Graph], Mode::Fused);
     // A replayed graph must find a changing count in device memory.
     case.device_count = dice.once_in(3) || (case.mode == Mode::Graph && case.ragged);
     case.iters = 3 + dice.below(3);
@@ -314,6 +316,14 @@ fn draw_duplicates(case: &mut Case) {
 fn draw_handles(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 12, 0, 0));
     case.compact_handles = dice.once_in(2);
+}
+
+/// Whether counts come first in calls with halves. From a stream of its own, as nodes are.
+fn draw_counts(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 13, 0, 0));
+    if case.mode == Mode::Split && dice.once_in(2) {
+        case.mode = Mode::Counts;
+    }
 }
 
 /// How tokens name what they go to: the order of choices, replicas, or ranks instead of experts, to which experts and

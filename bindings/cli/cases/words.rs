@@ -52,7 +52,7 @@ words! {
     /// How the CPU device is scheduled.
     WorldMode { OneThread = "one-thread", Threads = "threads" }
     /// How dispatch and combine are called.
-    Mode { Fused = "fused", Split = "split", Graph = "graph" }
+    Mode { Fused = "fused", Split = "split", Graph = "graph", Counts = "counts" }
     /// Layout of dispatched rows.
     LayoutWord { Contiguous = "contiguous", Masked = "masked", Token = "token" }
     /// Type of partial rows on the way: the combine dtype, or another.
@@ -78,6 +78,14 @@ words! {
     Assumption {
         ArrivalList = "arrival-list", MetadataAhead = "meta-ahead", EarlySums = "early-sums",
         SpreadMetadata = "spread-meta",
+    }
+}
+
+impl Mode {
+    /// Whether calls have halves; with `Counts` the host learns the counts between those of dispatch, whose outputs then
+    /// have exactly as many rows as they need.
+    pub fn is_split(self) -> bool {
+        matches!(self, Mode::Split | Mode::Counts)
     }
 }
 
@@ -144,7 +152,7 @@ mod tests {
         for mode in Mode::ALL {
             assert_eq!(word::<Mode>(mode.name()), Ok(*mode));
         }
-        assert_eq!(word::<Mode>("eager"), Err("give fused, split or graph".to_string()));
+        assert_eq!(word::<Mode>("eager"), Err("give fused, split, graph or counts".to_string()));
         assert_eq!(summed("fp8"), Err("give bf16, fp16 or fp32".to_string()));
         assert_eq!(scale_kind("none"), Err("give f32 or ue8m0".to_string()));
     }

@@ -321,8 +321,8 @@ impl Buffers {
             .total_counts(case.host_counts.then(|| self.total_counts.view()))
     }
 
-    /// Input of the benchmark's experts.
-    pub fn experts(&self) -> ExpertCall {
+    /// Input of the benchmark's experts, for an output that claimed room for `capacity` rows.
+    pub fn experts(&self, capacity: usize) -> ExpertCall {
         let case = &self.case;
         let column = case.scale_order == OrderWord::Column;
         let token_layout = case.layout == LayoutWord::Token;
@@ -332,8 +332,8 @@ impl Buffers {
             rows_pitch: rows_pitch(case),
             scales,
             scale_words: case.scale_words(),
-            scale_leading: if column { case.capacity().next_multiple_of(4) } else { 0 },
-            rows_per_block: if column && case.layout == LayoutWord::Masked { case.capacity() } else { 0 },
+            scale_leading: if column { capacity.next_multiple_of(4) } else { 0 },
+            rows_per_block: if column && case.layout == LayoutWord::Masked { capacity } else { 0 },
             ue8m0: case.scales == ScaleKind::Ue8m0,
             row_expert: (!token_layout).then(|| self.row_expert.view()),
             token_experts: token_layout.then(|| self.token_experts.view()),
@@ -341,7 +341,7 @@ impl Buffers {
             global_expert: self.global_expert.view(),
             y: self.y.view(),
             y_pitch: y_pitch(case),
-            row_total: case.output_rows(self.local),
+            row_total: if case.layout == LayoutWord::Masked { capacity * self.local } else { capacity },
             hidden: case.hidden,
             top_k: case.top_k,
             dtype: case.dtype,
@@ -401,6 +401,7 @@ impl Buffers {
             host_counts: self.case.host_counts.then_some(seen.host_counts.as_slice()),
             source_ranges: self.case.host_counts.then_some(seen.source_ranges.as_slice()),
             total_counts: self.case.host_counts.then_some(seen.total_counts.as_slice()),
+            first_counts: None,
         }
     }
 

@@ -4,15 +4,17 @@
 //! the context usable are kept for the comparison of results; the call that returned one is made again.
 
 use std::cell::{Cell, OnceCell, RefCell};
+use std::time::{Duration, Instant};
 
 use tokenyard::{
-    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, InPlaceOutput, Refused, Result, Sent,
-    Stream, kernels::bench,
+    AllToAll, CallStatistics, CombineSent, Counts, Device, Error, Event, Graph, Handle, InPlaceOutput, Refused, Result,
+    Sent, Stream, kernels::bench,
 };
 
 use super::buffers::Buffers;
 use super::faults::is_passing;
 use super::hold::Hold;
+use super::job::Job;
 use super::meeting::Attendee;
 use super::sample::{Span, Times};
 use super::steps::Step;
@@ -49,6 +51,15 @@ pub struct Given {
     pub tokens: usize,
     /// Rows that the output claims to have room for.
     pub capacity: usize,
+    /// If counts come first: whether the output has room for as many rows as they tell instead.
+    pub fits: bool,
+}
+
+/// What the host learnt before rows were placed.
+pub struct FirstCounts {
+    pub counts: Counts,
+    /// From before the sending call until the host had them, in µs.
+    pub us: f64,
 }
 
 /// Where a time stamp is taken.
@@ -63,19 +74,22 @@ enum Point {
     Combined,
 }
 
-/// Time stamps of one dispatch and its combine.
+/// Time stamps of one dispatch and its combine, and what the host learnt between.
 #[derive(Default)]
-pub struct Marks([Option<Event>; 7]);
+pub struct Marks {
+    events: [Option<Event>; 7],
+    pub first_counts: Option<FirstCounts>,
+}
 
 impl Marks {
     fn take(&mut self, stream: &Stream, point: Point) -> Result<()> {
-        self.0[point as usize] = Some(stream.record()?);
+        self.events[point as usize] = Some(stream.record()?);
         Ok(())
     }
 
     /// Time from one point to another; `None` if one of them was not taken.
     fn between(&self, from: Point, to: Point) -> Result<Option<f64>> {
-        match (&self.0[from as usize], &self.0[to as usize]) {
+        match (&self.events[from as usize], &self.events[to as usize]) {
             (Some(from), Some(to)) => to.elapsed_us(from).map(Some),
             _ => Ok(None),
         }
@@ -96,13 +110,14 @@ impl Marks {
             _ => None,
         };
         let times = dispatch.zip(combine);
-        Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us }))
+        let counts_us = self.first_counts.as_ref().map(|first| first.us);
+        Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us, counts_us }))
     }
 
     /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each stage from
     /// the end of the stage before to the time when its last block completed it.
     pub fn spans(&self, iteration: usize, base: f64, stages: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
-        let split = self.0[Point::DispatchSent as usize].is_some();
+        let split = self.events[Point::DispatchSent as usize].is_some();
         let parts: &[(&str, Point, Point)] = if split {
             &[
                 ("dispatch send", Point::Dispatch, Point::DispatchSent),
@@ -146,12 +161,12 @@ impl Marks {
 
     /// Time from another event to the start of dispatch.
     pub fn since(&self, event: &Event) -> Result<f64> {
-        self.0[Point::Dispatch as usize].as_ref().map_or(Ok(0.0), |start| start.elapsed_us(event))
+        self.events[Point::Dispatch as usize].as_ref().map_or(Ok(0.0), |start| start.elapsed_us(event))
     }
 
     /// The start of dispatch.
     pub fn into_start(self) -> Option<Event> {
-        let [start, ..] = self.0;
+        let [start, ..] = self.events;
         start
     }
 }
@@ -164,6 +179,7 @@ pub struct Caller {
     lockstep: bool,
     /// Whether time stamps are taken.
     timed: bool,
+    patience: Duration,
     hold: Hold,
     /// A second meeting, if ranks leave the barrier at different times.
     attendee: Option<Attendee>,
@@ -175,25 +191,21 @@ pub struct Caller {
 struct UnderWay {
     sent: Vec<Cell<Option<Sent>>>,
     handles: Vec<OnceCell<Handle>>,
+    /// Rows that outputs claim to have room for.
+    capacities: Vec<Cell<usize>>,
 }
 
 impl Caller {
-    pub fn new(
-        case: &Case,
-        ep: AllToAll,
-        device: &Device,
-        timed: bool,
-        hold: Hold,
-        attendee: Option<Attendee>,
-    ) -> Result<Caller> {
+    pub fn new(job: &Job, ep: AllToAll, device: &Device, hold: Hold, attendee: Option<Attendee>) -> Result<Caller> {
         Ok(Caller {
             stream: device.new_stream()?,
             hold,
             attendee,
-            mode: case.mode,
-            lockstep: case.lockstep,
+            mode: job.case.mode,
+            lockstep: job.case.lockstep,
             errors: RefCell::default(),
-            timed,
+            timed: job.measured,
+            patience: job.patience(),
             ep,
         })
     }
@@ -260,7 +272,9 @@ impl Caller {
         steps: &[Step],
         wake: Option<&Wake>,
     ) -> Result<Vec<Marks>> {
-        let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
+        // The host waits for counts, so work cannot wait for the host.
+        let holds = self.timed && self.mode != Mode::Counts;
+        let held = if holds { Some(self.hold.hold(&self.stream)?) } else { None };
         // After the hold, so that the links are not idle again while the host enqueues the rest.
         let woken = wake.map_or(Ok(()), |wake| wake.enqueue(&self.stream));
         let marks = woken.and_then(|()| self.enqueue_all(in_flight, given, steps));
@@ -272,6 +286,7 @@ impl Caller {
         let under_way = UnderWay {
             sent: given.iter().map(|_| Cell::default()).collect(),
             handles: given.iter().map(|_| OnceCell::new()).collect(),
+            capacities: given.iter().map(|given| Cell::new(given.capacity)).collect(),
         };
         let mut returning: Vec<Option<CombineSent>> = given.iter().map(|_| None).collect();
         let mut marks: Vec<Marks> = given.iter().map(|_| Marks::default()).collect();
@@ -284,10 +299,10 @@ impl Caller {
             let (flight, marks) = (&in_flight[i], &mut marks[i]);
             match step {
                 Step::SendDispatch(_) => self.send_dispatch(flight, given[i], &under_way, i, marks)?,
-                Step::ReceiveDispatch(_) => self.receive_dispatch(flight, given[i], &under_way, i, marks)?,
+                Step::ReceiveDispatch(_) => self.receive_dispatch(flight, &under_way, i, marks)?,
                 Step::Experts(_) => {
                     // SAFETY: the buffers hold the output of a dispatch of their own case.
-                    unsafe { bench::expert(&self.stream, &flight.buffers.experts())? };
+                    unsafe { bench::expert(&self.stream, &flight.buffers.experts(under_way.capacities[i].get()))? };
                     self.mark(marks, Point::Experts)?;
                 }
                 Step::SendCombine(_) => returning[i] = self.send_combine(flight, under_way.handles[i].get(), marks)?,
@@ -321,10 +336,27 @@ impl Caller {
         marks: &mut Marks,
     ) -> Result<()> {
         self.meet()?;
-        self.mark(marks, Point::Dispatch)?;
         let (stream, buffers) = (&self.stream, &flight.buffers);
+        if self.timed && self.mode == Mode::Counts {
+            // The host's clock runs from here on.
+            stream.synchronize(self.patience)?;
+        }
+        self.mark(marks, Point::Dispatch)?;
         match (&flight.graphs, self.mode) {
             (Some(graphs), _) => graphs.dispatch.launch(stream)?,
+            (None, Mode::Counts) => {
+                let began = Instant::now();
+                let sent = self.call(|| self.ep.dispatch_send_counts(stream, &buffers.tokens(given.tokens)))?;
+                let counts = self.call(|| self.ep.counts(&sent, self.patience))?;
+                let us = began.elapsed().as_secs_f64() * 1e6;
+                if given.fits {
+                    let layout = counts.fit(buffers.output(given.capacity).layout);
+                    way.capacities[i].set(layout.rows(1).unwrap_or(given.capacity));
+                }
+                marks.first_counts = Some(FirstCounts { counts, us });
+                way.sent[i].set(Some(sent));
+                return self.mark(marks, Point::DispatchSent);
+            }
             (None, Mode::Split) => {
                 let sent = self.call(|| self.ep.dispatch_send(stream, &buffers.tokens(given.tokens)))?;
                 way.sent[i].set(Some(sent));
@@ -344,19 +376,12 @@ impl Caller {
         !self.timed && self.ep.rounds() == 1
     }
 
-    fn receive_dispatch(
-        &self,
-        flight: &InFlight,
-        given: Given,
-        way: &UnderWay,
-        i: usize,
-        marks: &mut Marks,
-    ) -> Result<()> {
+    fn receive_dispatch(&self, flight: &InFlight, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
         let Some(sent) = way.sent[i].take() else { return Ok(()) };
         if self.spoils() {
             flight.buffers.spoil_tokens(&self.stream)?;
         }
-        let output = flight.buffers.output(given.capacity);
+        let output = flight.buffers.output(way.capacities[i].get());
         let handle = self.receive(sent, |sent| self.ep.dispatch_recv(&self.stream, sent, &output))?;
         let _ = way.handles[i].set(handle);
         self.mark(marks, Point::Dispatched)
@@ -373,7 +398,7 @@ impl Caller {
         let (stream, buffers) = (&self.stream, &flight.buffers);
         match (&flight.graphs, handle) {
             (Some(graphs), _) => graphs.combine.launch(stream)?,
-            (None, Some(handle)) if self.mode == Mode::Split => {
+            (None, Some(handle)) if self.mode.is_split() => {
                 let sent = self.call(|| self.ep.combine_send(stream, handle, &buffers.expert_rows()))?;
                 self.mark(marks, Point::CombineSent)?;
                 return Ok(Some(sent));

@@ -181,7 +181,7 @@ impl Config {
         let combine_dtype = args.combine_dtype.unwrap_or(Dtype::Bf16);
         let (tokens, max_tokens) = sweep(args)?;
         let cuda = device == DeviceWord::Cuda;
-        let mode = or_default(args.mode, Mode::Fused);
+        let mode = if args.counts_first { Mode::Counts } else { or_default(args.mode, Mode::Fused) };
         let mut case = Case {
             world,
             nodes,

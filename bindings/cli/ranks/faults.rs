@@ -19,6 +19,8 @@ pub struct Planned {
     pub faults: Faults,
     /// The rank whose output is too small.
     overflow: Option<Overflow>,
+    /// Room that this rank's output has if it is to fit exactly.
+    exact: Option<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,9 +73,20 @@ impl Planned {
         }
     }
 
+    /// Has the output of `rank` fit exactly, unless it is to be too small. `sources` are those of all ranks.
+    pub fn fit(&mut self, spec: &Spec, sources: &[SourceRank], rank: usize) {
+        self.exact = Some(expected_dispatch(spec, sources, &self.faults, rank).needed);
+    }
+
+    /// Whether the output of `rank` has the room that it needs.
+    pub fn fits(&self, rank: usize) -> bool {
+        self.overflow.is_none_or(|o| o.rank != rank)
+    }
+
     /// Room that a rank's output claims to have.
     pub fn capacity(&self, case: &Case, rank: usize) -> usize {
-        self.overflow.filter(|o| o.rank == rank).map_or_else(|| case.capacity(), |o| o.given)
+        let small = self.overflow.filter(|o| o.rank == rank).map(|o| o.given);
+        small.or(self.exact).unwrap_or_else(|| case.capacity())
     }
 
     /// The reference's view of one rank's output.
@@ -186,7 +199,7 @@ fn shrink(
             let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
             let overflowed = (0..case.world).map(|r| r == rank).collect();
             let faults = Faults { overflowed, ..Faults::default() };
-            return Planned { faults, overflow: Some(Overflow { rank, needed, given }) };
+            return Planned { faults, overflow: Some(Overflow { rank, needed, given }), exact: None };
         }
     }
     Planned::default()

@@ -5,6 +5,7 @@ pub mod builder;
 pub mod calls;
 pub mod config;
 pub mod faults;
+pub mod flag;
 pub mod forge;
 pub mod gpus;
 pub mod hold;

@@ -10,8 +10,9 @@ use tokenyard::{AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Error,
 
 use super::buffers::POISON;
 use super::builder::builder;
-use super::calls::{Caller, Given, InFlight, Marks};
+use super::calls::{Caller, FirstCounts, Given, InFlight, Marks};
 use super::faults::{Planned, check_errors, check_refused};
+use super::flag;
 use super::gpus::sharing;
 use super::hold::Hold;
 use super::job::Job;
@@ -27,7 +28,8 @@ use crate::cli::cases::inputs::Inputs;
 use crate::cli::cases::routing::{Router, ragged_count};
 use crate::cli::cases::words::{ArenaWord, FaultWord, Mode, WorldMode};
 use crate::cli::reference::{
-    self, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row, quantized_scales,
+    self, ObservedDispatch, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row,
+    quantized_scales,
 };
 
 /// A rank's means between nodes; nothing in a world of one node.
@@ -72,6 +74,9 @@ pub fn run(
     ran?;
     if failed?.iter().any(|failed| failed != &[0]) {
         return Ok(result);
+    }
+    if job.measured && job.case.mode == Mode::Counts {
+        result.flag_us = flag::times(&rank.caller, job.patience())?;
     }
     if job.measured && gpu {
         let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
@@ -143,7 +148,7 @@ impl<'a> RankRun<'a> {
             job,
             case,
             rank,
-            caller: Caller::new(case, ep, device, job.measured, hold, attendee)?,
+            caller: Caller::new(job, ep, device, hold, attendee)?,
             in_flight: (0..in_flight).map(|_| InFlight::new(case, rank, device, own.clone())).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
@@ -173,6 +178,7 @@ impl<'a> RankRun<'a> {
         let given = |each: &Drawn| Given {
             tokens: each.sources[self.rank].tokens,
             capacity: each.planned.capacity(self.case, self.rank),
+            fits: each.planned.fits(self.rank),
         };
         drawn.iter().map(given).collect()
     }
@@ -204,7 +210,7 @@ impl<'a> RankRun<'a> {
         self.judge_errors(&drawn, errors, result)?;
         for ((each, marks), flight) in drawn.iter().zip(marks).zip(&self.in_flight) {
             if each.checked {
-                let (report, strays) = self.compare(each, flight)?;
+                let (report, strays) = self.compare(each, flight, marks.first_counts.as_ref())?;
                 let where_ = format!("iteration {}", each.i);
                 result.verdict.iterations += 1;
                 result.verdict.add_strays(strays, &where_);
@@ -233,7 +239,10 @@ impl<'a> RankRun<'a> {
             self.case.source(rank, tokens, self.router.draw(i as u64, rank, tokens))
         };
         let mut sources: Vec<SourceRank> = (0..self.case.world).map(source).collect();
-        let planned = Planned::draw(self.case, &self.spec, &mut sources, i);
+        let mut planned = Planned::draw(self.case, &self.spec, &mut sources, i);
+        if checked && self.case.mode == Mode::Counts {
+            planned.fit(&self.spec, &sources, self.rank);
+        }
         Drawn { i, checked, inputs: self.case.inputs(i as u64), sources, planned }
     }
 
@@ -290,7 +299,7 @@ impl<'a> RankRun<'a> {
     }
 
     /// Compares this rank's outputs with the reference, computed from all ranks' inputs; and indices that stray.
-    fn compare(&self, each: &Drawn, flight: &InFlight) -> Result<(Report, Vec<String>)> {
+    fn compare(&self, each: &Drawn, flight: &InFlight, first: Option<&FirstCounts>) -> Result<(Report, Vec<String>)> {
         let Drawn { sources, planned: Planned { faults, .. }, .. } = each;
         let scales = self.case.quantize.then(|| self.case.reference_scales());
         let (rank, rows) = (self.rank, Made { inputs: each.inputs, quantized: scales });
@@ -298,7 +307,9 @@ impl<'a> RankRun<'a> {
         flight.buffers.pull(&self.caller.stream)?;
         self.caller.stream.synchronize(self.job.patience())?;
         let seen = flight.buffers.read()?;
-        let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &flight.buffers.dispatched(&seen));
+        let first_counts = first.map(|first| (first.counts.experts.as_slice(), first.counts.sources.as_slice()));
+        let dispatched = ObservedDispatch { first_counts, ..flight.buffers.dispatched(&seen) };
+        let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &dispatched);
         report.merge(check_combine(&spec, sources, &rows, faults, rank, &flight.buffers.summed(&seen)));
         Ok((report, flight.buffers.strays(&seen)))
     }

@@ -139,6 +139,12 @@ pub struct RunResult {
     pub combine_send_us: Option<Percentiles>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_recv_us: Option<Percentiles>,
+    /// Where counts come first: from before the sending call until the host had them, and the same of kernels that only
+    /// raise a flag in host memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counts_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flag_us: Option<Percentiles>,
     pub bytes_per_rank: Bytes,
     pub floor_us: Floor,
     /// On GPUs with peers; floor_us is then its median.
@@ -223,6 +229,8 @@ impl RunResult {
             dispatch_recv_us: all(|r| &r.parts_us[1]),
             combine_send_us: all(|r| &r.parts_us[2]),
             combine_recv_us: all(|r| &r.parts_us[3]),
+            counts_us: all(|r| &r.counts_us),
+            flag_us: all(|r| &r.flag_us),
             bytes_per_rank: bytes,
             floor_us: floor(bytes, ranks, push_us, case),
             push_us,
@@ -343,6 +351,10 @@ pub fn bench_table(results: &[RunResult]) -> String {
     if split {
         head.extend(["d.send", "d.recv", "c.send", "c.recv"]);
     }
+    let counted = results.iter().any(|r| r.counts_us.is_some());
+    if counted {
+        head.extend(["counts", "flag"]);
+    }
     let inter_node = results.iter().any(|r| r.bytes_per_rank.dispatch_wire > 0);
     head.extend(["KB out", "KB back"]);
     if inter_node {
@@ -359,6 +371,9 @@ pub fn bench_table(results: &[RunResult]) -> String {
             if split {
                 let parts = [r.dispatch_send_us, r.dispatch_recv_us, r.combine_send_us, r.combine_recv_us];
                 row.extend(parts.iter().map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
+            }
+            if counted {
+                row.extend([r.counts_us, r.flag_us].map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
             }
             let bytes = r.bytes_per_rank;
             let kilo = |bytes: u64| us(bytes as f64 / 1000.0);
