@@ -2,6 +2,25 @@
 program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
 
 GROUPS = [
+    ("test", "counts", [
+        ("counts go to the host before sources are added", "kernels/dispatch/receive.cuh",
+         "  add_sources(c, team, shared);\n  team_barrier(team);\n  u64 serial", "  u64 serial"),
+        ("rails forward nothing for counts", "kernels/dispatch/dispatch.cuh",
+         "((a.phases & TY_PHASE_RECEIVE) != 0 || takes_counts(a));", "((a.phases & TY_PHASE_RECEIVE) != 0 || (takes_counts(a) && kind == pass_place));"),
+        ("the relay does not listen for counts", "kernels/dispatch/dispatch.cuh",
+         "if ((a.phases & TY_PHASE_RECEIVE) || takes_counts(a))", "if (a.phases & TY_PHASE_RECEIVE)"),
+        ("metadata of later rounds is taken for forwarded", "kernels/dispatch/dispatch.cuh",
+         "a.first_counts != 0 && round.number == 0;", "a.first_counts != 0;"),
+        ("counts of any dispatch are taken", "bindings/api/counts.rs",
+         "(word >> 32 == u64::from(self.serial))", "(word >> 32 != 0)"),
+        ("padding is not counted", "bindings/api/counts.rs", "rows.div_ceil(align).saturating_mul(align)", "rows.max(align - align)"),
+        ("counts are given once", "bindings/api/counts.rs",
+         "Some(Counts { experts: experts.to_vec(), sources: sources.to_vec() })",
+         "words.iter().for_each(|word| word.store(0, Ordering::Relaxed));\n        Some(Counts { experts: experts.to_vec(), sources: sources.to_vec() })"),
+        ("counts of a capture are awaited", "bindings/api/context.rs", "if counted && call.is_recorded() {", "if counted && call.is_recorded() && self.plan.rounds > 99 {"),
+        ("counts are awaited beside a closed context", "bindings/api/context.rs",
+         "words.read().map(Ok).or_else(|| self.check().err().map(Err))", "words.read().map(Ok)"),
+    ]),
     ("test", "handles", [
         ("a token's last choice leads to its first", "kernels/dispatch/receive.cuh", "later ? next : 0", "next"),
         ("a token's first choice is its last", "kernels/dispatch/receive.cuh",

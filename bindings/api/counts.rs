@@ -8,8 +8,8 @@ use crate::kernels::HostBuffer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// How many rows a dispatch brings to this rank, from [`AllToAll::counts`](super::AllToAll::counts). Ranks whose routing
-/// was unusable bring none.
+/// How many rows a dispatch brings to this rank, from [`AllToAll::counts`](super::AllToAll::counts). A rank whose
+/// routing was unusable sends none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counts {

@@ -1,7 +1,8 @@
 //! The interface: contexts and their builder, calls and their arguments, handles, placement, plans, reports.
 //!
 //! Place in the data path: at its head. A call checks its arguments, enqueues kernels and returns. Runs on the caller's
-//! thread. Calls never wait on the host, but for `AllToAll::counts`; building and dropping a context do, with deadlines.
+//! thread. Of all calls `AllToAll::counts` alone waits on the host; building and dropping a context do, too, with
+//! deadlines.
 //!
 //! | what | file |
 //! |---|---|

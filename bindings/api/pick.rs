@@ -319,6 +319,20 @@ mod tests {
     }
 
     #[test]
+    fn counts_come_first_by_kernels_of_their_own() {
+        for (nodes, sends, shared) in [
+            (1, "ty_dispatch_counts", raw::TY_DISPATCH_SHARED_BYTES),
+            (2, "ty_dispatch_counts_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
+        ] {
+            let context = raw::ty_context { nodes, ..context() };
+            let args = raw::ty_dispatch_args { context, first_counts: 64, ..Default::default() };
+            assert_eq!(dispatch(&raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..args }), (sends, shared));
+            let receives = dispatched(raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, ..args });
+            assert_eq!(receives, if nodes == 1 { "ty_dispatch" } else { "ty_dispatch_nodes" });
+        }
+    }
+
+    #[test]
     fn in_place_output_has_one_kernel_for_every_layout_of_a_call() {
         let mut context = context();
         context.regions.in_place_rows.source_stride = 128;

@@ -102,7 +102,8 @@ struct CountsDispatchArgs {
   static constexpr u32 phases = TY_PHASE_SEND, round = 0;
 };
 static_assert(sizeof(CountsDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
-static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) == __builtin_offsetof(ty_dispatch_args, first_counts),
+static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) ==
+                  __builtin_offsetof(ty_dispatch_args, first_counts),
               "the same bytes");
 
 // Facts that are more than the value of a member.

@@ -10,6 +10,7 @@ mod aliasing;
 mod arena;
 mod building;
 mod contexts;
+mod counts;
 mod extremes;
 mod faults;
 mod handles;

@@ -34,7 +34,7 @@ fn a_case_is_read_as_it_is_printed() {
     assert_eq!(Case::parse(&case.to_string()), Ok(case));
     assert_eq!(Case::parse(""), Ok(Case::default()));
     let refused = Case::parse("world=2,mode=eager").unwrap_err().to_string();
-    assert!(refused.contains("mode=eager") && refused.contains("fused, split or graph"), "{refused}");
+    assert!(refused.contains("mode=eager") && refused.contains("fused, split, graph or counts"), "{refused}");
     assert!(Case::parse("color=red").is_err());
 }
 

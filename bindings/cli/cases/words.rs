@@ -82,8 +82,8 @@ words! {
 }
 
 impl Mode {
-    /// Whether calls have halves; with `Counts` the host learns the counts between those of dispatch, whose outputs then
-    /// have exactly as many rows as they need.
+    /// Whether calls have halves. With `Counts` the host learns the counts between those of dispatch, and outputs have
+    /// exactly as many rows as they need.
     pub fn is_split(self) -> bool {
         matches!(self, Mode::Split | Mode::Counts)
     }

@@ -1,5 +1,5 @@
-//! How long a kernel takes that does nothing but raise a flag in host memory: the least time after which a host can learn
-//! anything from a device.
+//! How long a kernel takes that does nothing but raise a flag in host memory: the least time after which a host can
+//! learn anything from a device.
 //!
 //! Beside the data path, on the rank's thread, after the timed calls.
 

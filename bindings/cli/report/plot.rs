@@ -404,7 +404,7 @@ mod tests {
                 ("combine at p50", orange, "none", rate(back, [200.0, 400.0, 800.0])),
             ],
         );
-        let title = "kimi-k2: 6 x Device 0, fp8 out, fp32 back, masked, split";
+        let title = "kimi-k2: 6 x Device 0, fp8 out, fp32 back, masked, counts";
         assert!(svg.contains(&shown_text(70.0, 24.0, "start", 14, title)), "{svg}");
         let title = "sent by each rank, within its node and to others";
         assert!(svg.contains(&shown_text(70.0, 484.0, "start", 14, title)), "{svg}");

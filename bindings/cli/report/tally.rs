@@ -199,11 +199,11 @@ mod tests {
 
     #[test]
     fn pairs_are_of_all_dimensions() {
-        // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with those of 2,
-        // which are paired, too.
-        let (twos, threes) = (5, DIMENSIONS.len() - 6);
-        let of_two = twos * 2 * (4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
-        assert_eq!(all_pairs().len(), 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
+        // 4 dtypes with 4 modes, these with the dimensions of 3 values, those with each other, and all of them with
+        // those of 2, which are paired, too.
+        let (twos, threes) = (5, DIMENSIONS.len() - 7);
+        let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
+        assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
     }
 

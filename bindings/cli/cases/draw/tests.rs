@@ -89,7 +89,7 @@ fn not_in_place(case: &Case) -> bool {
 
 /// In-place output is possible, once the fields that it sets are set.
 fn may_be_in_place(case: &Case) -> bool {
-    let kind = case.layout == LayoutWord::Contiguous && case.mode != Mode::Split;
+    let kind = case.layout == LayoutWord::Contiguous && !case.mode.is_split();
     kind && one_node(case) && !case.quantize && case.fault != FaultWord::Overflow
 }
 
@@ -188,7 +188,7 @@ fn common() -> Vec<Chances> {
         chances!(compact_handles, all, yes(0.5)),
         chances!(call_top_k, by_expert, |c| flag(c.call_top_k.is_some()), yes(1.0 / 6.0)),
         chances!(call_top_k, |c| !by_expert(c), by([("-", 1.0)])),
-        chances!(mode, all, alike(1.0, ["fused", "split", "graph"])),
+        chances!(mode, all, by([("fused", third), ("graph", third), ("split", third / 2.0), ("counts", third / 2.0)])),
         chances!(ahead, not_in_place, by([("1", 2.0 * third), ("2", 1.0 / 6.0), ("3", 1.0 / 6.0)])),
         chances!(ahead, |c| c.in_place, by([("1", 1.0)])),
         chances!(lockstep, |c| c.ahead == 1 && !c.in_place, yes(0.25)),
