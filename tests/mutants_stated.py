@@ -293,8 +293,8 @@ GROUPS = [
         ("GPUs under seeded schedules", "bindings/cli/cases/draw.rs",
          "if device == DeviceWord::Cpu && one_thread {", "if one_thread {"),
         ("in-place output in graphs alone", "bindings/cli/cases/draw.rs",
-         "if case.mode == Mode::Split { Mode::Fused } else { case.mode };",
-         "if case.mode == Mode::Split { Mode::Graph } else { Mode::Graph };"),
+         "if case.mode.is_split() { Mode::Fused } else { case.mode };",
+         "if case.mode.is_split() { Mode::Graph } else { Mode::Graph };"),
     ]),
     ("unit", "cases::draw::", [
         ("host counts of schedules never", "bindings/cli/cases/draw.rs",
