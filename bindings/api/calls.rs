@@ -2,12 +2,12 @@
 
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
+use super::needs::{Needs, built_for, rows_span, stride};
 use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Place, View};
-use std::fmt;
+use crate::kernels::View;
 
 /// How many tokens a rank dispatches.
 #[derive(Debug, Clone)]
@@ -512,175 +512,21 @@ impl Combined {
     }
 }
 
-/// Refuses what differs from a context's own.
-fn built_for(name: &'static str, given: String, own: String) -> Error {
-    Error::argument(
-        name,
-        given,
-        format!("this context was built for {own}; give that, or build a context for the other"),
-    )
-}
-
-/// Refuses memory that lies in other memory of the call.
-#[cold]
-fn overlap(written: &Used, other: &Used) -> Error {
-    Error::argument(
-        written.name,
-        format!("{written}, where {} has {other}", other.name),
-        "give memory that overlaps none of the call's, as a call writes its outputs while it reads its inputs",
-    )
-}
-
-/// Scale words from one column to the next, which the device keeps in 32 bits.
-fn stride(name: &'static str, words: usize) -> Result<u32> {
-    let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer";
-    u32::try_from(words).map_err(|_| Error::argument(name, words, advice))
-}
-
-/// Most views of a call: the views of a dispatch.
-const MAX_VIEWS: usize = 18;
-
-/// Bytes that a call reads or writes, from the first to the last.
-#[derive(Clone, Copy, Default)]
-struct Used {
-    name: &'static str,
-    begin: u64,
-    end: u64,
-}
-
-impl fmt::Display for Used {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes at {:#x}", self.end - self.begin, self.begin)
-    }
-}
-
-/// What views are checked against: the context's shape, its device, and the call's other views.
-pub(crate) struct Needs<'a> {
-    pub shape: &'a Shape,
-    pub place: Place,
-    used: [Used; MAX_VIEWS],
-    count: usize,
-    /// How many of them are only read.
-    read: usize,
-}
-
-impl Needs<'_> {
-    pub(crate) fn new(shape: &Shape, place: Place) -> Needs<'_> {
-        Needs { shape, place, used: [Used::default(); MAX_VIEWS], count: 0, read: 0 }
-    }
-
-    /// Marks all views that follow as written by the call.
-    pub(crate) fn written(mut self) -> Self {
-        self.read = self.count;
-        self
-    }
-
-    /// Refuses written views that overlap other views of the call: the call would read what it has written, for example
-    /// as experts or counts, and so would its peers.
-    pub(crate) fn check_apart(&self) -> Result<()> {
-        let used = self.used.get(..self.count).unwrap_or_default();
-        for (at, written) in used.iter().enumerate().skip(self.read) {
-            for other in &used[..at] {
-                if written.begin < other.end && other.begin < written.end {
-                    return Err(overlap(written, other));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses a view that is of another device, too small or misaligned.
-    fn need(&mut self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
-        view.of(name, self.place)?;
-        let Some(bytes) = bytes else {
-            return Err(Error::argument(name, "beyond 64 bits", "ask for fewer rows"));
-        };
-        if view.len() < bytes {
-            return Err(Error::argument(name, format!("{} bytes", view.len()), format!("{bytes} bytes are needed")));
-        }
-        if bytes > 0 && view.ptr() == 0 {
-            return Err(Error::argument(name, "a null pointer", format!("{bytes} bytes are needed")));
-        }
-        if !view.ptr().is_multiple_of(align) {
-            return Err(Error::argument(
-                name,
-                format!("address {:#x}", view.ptr()),
-                format!("align it to {align} bytes"),
-            ));
-        }
-        if let (true, Some(used)) = (bytes > 0, self.used.get_mut(self.count)) {
-            *used = Used { name, begin: view.ptr(), end: view.ptr().saturating_add(bytes as u64) };
-            self.count += 1;
-        }
-        Ok(view.ptr())
-    }
-
-    /// Refuses an optional view that is missing where it is needed, given where it is unused, or unusable.
-    fn need_if(
-        &mut self,
-        name: &'static str,
-        wanted: bool,
-        why: &str,
-        view: Option<&View>,
-        bytes: Option<usize>,
-    ) -> Result<u64> {
-        match (wanted, view) {
-            (true, None) => Err(Error::argument(name, "missing", format!("{why}, so give it"))),
-            (false, Some(_)) => Err(Error::argument(name, "given", format!("{why}, so leave it out"))),
-            (true, Some(view)) => self.need(name, view, bytes, 4),
-            (false, None) => Ok(0),
-        }
-    }
-
-    fn optional(&mut self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
-        view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 4))
-    }
-
-    /// The same, of words of 8 bytes.
-    fn wide(&mut self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
-        view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 8))
-    }
-}
-
-/// Bytes of `rows` rows of `row_bytes`, `pitch` apart; checks the pitch.
-fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) -> Result<Option<usize>> {
-    if pitch < row_bytes || !pitch.is_multiple_of(16) {
-        let advice = format!("use a multiple of 16 that is at least {row_bytes}");
-        return Err(Error::argument(name, format!("{pitch} bytes"), advice));
-    }
-    Ok(if rows == 0 { Some(0) } else { (rows - 1).checked_mul(pitch).and_then(|b| b.checked_add(row_bytes)) })
-}
-
 impl Tokens {
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
-        let count = match &self.count {
-            TokenCount::Host(_) => None,
-            TokenCount::Device(view) => Some(view),
-        };
         let scales = self.scales.as_ref().map(|scales| &scales.view);
-        [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), count].into_iter().flatten()
-    }
-
-    /// Tokens for which views must have room: the host's count, or the maximum if the count is in device memory.
-    pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
-        match self.count {
-            TokenCount::Host(count) if count > shape.max_tokens => Err(Error::argument(
-                "count",
-                count,
-                format!("this context was built for at most {} tokens a rank", shape.max_tokens),
-            )),
-            TokenCount::Host(count) => Ok(count),
-            TokenCount::Device(_) => Ok(shape.max_tokens),
-        }
+        let views = [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), self.count.view()];
+        views.into_iter().flatten()
     }
 
     pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
         let shape = needs.shape;
-        let room = self.room(shape)?;
+        let room = self.count.room(shape)?;
         let choices = self.index_type.columns(self.top_k, shape)?;
         self.check_kind(shape)?;
-        let pitch = self.pitch_bytes.unwrap_or(shape.input_row_bytes());
-        needs.need("x", &self.x, rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)?;
+        let source =
+            Source { x: &self.x, pitch_bytes: self.pitch_bytes, scales: self.scales.as_ref(), count: &self.count };
+        let input = source.check(needs)?;
         let index_bytes = self.index_type.bytes();
         let indices = self.topk_idx_strides.unwrap_or(Strides::packed(index_bytes, choices));
         let [index_pitch, index_stride] = indices.words("topk_idx_strides", index_bytes)?;
@@ -695,33 +541,91 @@ impl Tokens {
             self.topk_weight.as_ref(),
             weighed.span(4, room, choices),
         )?;
-        let (count, count_ptr) = match &self.count {
-            TokenCount::Host(count) => (*count as u32, 0),
-            TokenCount::Device(view) => (0, needs.need("count", view, Some(4), 4)?),
-        };
-        let scales = self.check_scales(needs, room)?;
         Ok(raw::ty_tokens {
-            x: self.x.ptr(),
-            x_pitch: pitch as u64,
-            scales: scales.map_or(0, |s| s.view.ptr()),
-            scale_row_stride: scales.map_or(0, |s| (s.row_stride_bytes / 4) as u64),
             topk_idx: self.topk_idx.ptr(),
             topk_weight: weights,
-            count_ptr,
-            count,
             index_bytes: index_bytes as u32,
-            scale_column_stride: scales
-                .map_or(Ok(0), |s| stride("col_stride_bytes of scales", s.col_stride_bytes / 4))?,
             choices: choices as u32,
             index_pitch,
             index_stride,
             weight_pitch,
             weight_stride,
+            ..input
         })
     }
 
-    fn check_scales(&self, needs: &mut Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
-        let (shape, scales) = (needs.shape, self.scales.as_ref());
+    /// Refuses rows of another kind than the context was built for.
+    fn check_kind(&self, shape: &Shape) -> Result<()> {
+        if let Some(format) = self.format.filter(|format| *format != shape.format) {
+            return Err(built_for("format", format.to_string(), shape.format.to_string()));
+        }
+        if let Some(hidden) = self.hidden.filter(|hidden| *hidden != shape.hidden) {
+            return Err(built_for("hidden", hidden.to_string(), shape.hidden.to_string()));
+        }
+        match self.quantize.filter(|quantize| *quantize != shape.quantize) {
+            Some(quantize) => Err(built_for("quantize", quantize.to_string(), shape.quantize.to_string())),
+            None => Ok(()),
+        }
+    }
+}
+
+impl TokenCount {
+    /// Tokens for which views must have room: the host's count, or the maximum if the count is in device memory.
+    pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
+        match *self {
+            TokenCount::Host(count) if count > shape.max_tokens => Err(Error::argument(
+                "count",
+                count,
+                format!("this context was built for at most {} tokens a rank", shape.max_tokens),
+            )),
+            TokenCount::Host(count) => Ok(count),
+            TokenCount::Device(_) => Ok(shape.max_tokens),
+        }
+    }
+
+    pub(super) fn view(&self) -> Option<&View> {
+        match self {
+            TokenCount::Host(_) => None,
+            TokenCount::Device(view) => Some(view),
+        }
+    }
+}
+
+/// Rows that a call sends, with their scales, and how many they are.
+pub(super) struct Source<'a> {
+    pub x: &'a View,
+    pub pitch_bytes: Option<usize>,
+    pub scales: Option<&'a ScaleView>,
+    pub count: &'a TokenCount,
+}
+
+impl Source<'_> {
+    /// Without what names their experts.
+    pub fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
+        let (shape, room) = (needs.shape, self.count.room(needs.shape)?);
+        let pitch = self.pitch_bytes.unwrap_or(shape.input_row_bytes());
+        needs.need("x", self.x, rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)?;
+        let (count, count_ptr) = match self.count {
+            TokenCount::Host(count) => (*count as u32, 0),
+            TokenCount::Device(view) => (0, needs.need("count", view, Some(4), 4)?),
+        };
+        self.check_scales(needs, room)?;
+        let scales = self.scales;
+        Ok(raw::ty_tokens {
+            x: self.x.ptr(),
+            x_pitch: pitch as u64,
+            scales: scales.map_or(0, |s| s.view.ptr()),
+            scale_row_stride: scales.map_or(0, |s| (s.row_stride_bytes / 4) as u64),
+            scale_column_stride: scales
+                .map_or(Ok(0), |s| stride("col_stride_bytes of scales", s.col_stride_bytes / 4))?,
+            count_ptr,
+            count,
+            ..raw::ty_tokens::default()
+        })
+    }
+
+    fn check_scales(&self, needs: &mut Needs<'_>, room: usize) -> Result<()> {
+        let (shape, scales) = (needs.shape, self.scales);
         let span = scales.and_then(|s| {
             let last = room.saturating_sub(1).checked_mul(s.row_stride_bytes)?;
             let column = shape.scale_words.saturating_sub(1).checked_mul(s.col_stride_bytes)?;
@@ -737,21 +641,7 @@ impl Tokens {
                 return Err(Error::argument(name, format!("{bytes} bytes"), "use a multiple of 4: scales are words"));
             }
         }
-        Ok(scales)
-    }
-
-    /// Refuses rows of another kind than the context was built for.
-    fn check_kind(&self, shape: &Shape) -> Result<()> {
-        if let Some(format) = self.format.filter(|format| *format != shape.format) {
-            return Err(built_for("format", format.to_string(), shape.format.to_string()));
-        }
-        if let Some(hidden) = self.hidden.filter(|hidden| *hidden != shape.hidden) {
-            return Err(built_for("hidden", hidden.to_string(), shape.hidden.to_string()));
-        }
-        match self.quantize.filter(|quantize| *quantize != shape.quantize) {
-            Some(quantize) => Err(built_for("quantize", quantize.to_string(), shape.quantize.to_string())),
-            None => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -774,6 +664,55 @@ impl Output {
     }
 
     pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
+        let target = Target {
+            layout: self.layout,
+            rows: &self.rows,
+            pitch_bytes: self.pitch_bytes,
+            scales: self.scales.as_ref(),
+            scale_order: self.scale_order,
+        };
+        let out = target.check(needs)?;
+        let (shape, local) = (needs.shape, needs.shape.local_experts);
+        let rows = self.layout.rows(local).unwrap_or(0);
+        needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
+        let is_token = matches!(self.layout, Layout::Token { .. });
+        let only_token = "only the token layout has it";
+        for (name, view) in [("token_experts", &self.token_experts), ("token_weights", &self.token_weights)] {
+            if !is_token && view.is_some() {
+                return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
+            }
+        }
+        let per_choice = rows.checked_mul(4 * shape.top_k);
+        Ok(raw::ty_output {
+            expert_count: self.expert_count.ptr(),
+            expert_offset: needs.optional("expert_offset", &self.expert_offset, Some(4 * (local + 1)))?,
+            row_expert: needs.optional("row_expert", &self.row_expert, rows.checked_mul(4))?,
+            source: needs.optional("source", &self.source, rows.checked_mul(8))?,
+            token_experts: needs.optional("token_experts", &self.token_experts, per_choice)?,
+            token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
+            row_count: needs.optional("row_count", &self.row_count, Some(4))?,
+            host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
+            source_ranges: needs.wide("source_ranges", &self.source_ranges, Some(8 * local * shape.ranks))?,
+            total_counts: needs.optional("total_counts", &self.total_counts, Some(4 * local))?,
+            wait_times: needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?,
+            zero_padding: u32::from(self.zero_padding),
+            ..out
+        })
+    }
+}
+
+/// Where rows go, with their scales.
+pub(super) struct Target<'a> {
+    pub layout: Layout,
+    pub rows: &'a View,
+    pub pitch_bytes: Option<usize>,
+    pub scales: Option<&'a View>,
+    pub scale_order: ScaleOrder,
+}
+
+impl Target<'_> {
+    /// Without what describes the rows.
+    pub fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
         let shape = needs.shape;
         let (capacity, align) = match self.layout {
             Layout::Contiguous { align: 0, .. } => {
@@ -790,8 +729,7 @@ impl Output {
             return Err(Error::argument("layout", format!("{:?}", self.layout), advice));
         };
         let pitch = self.pitch_bytes.unwrap_or(shape.row_bytes);
-        needs.need("rows", &self.rows, rows_span("pitch_bytes of rows", rows, pitch, shape.row_bytes)?, 16)?;
-        needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
+        needs.need("rows", self.rows, rows_span("pitch_bytes of rows", rows, pitch, shape.row_bytes)?, 16)?;
         let leading = match self.scale_order {
             ScaleOrder::RowMajor => 0,
             // Beyond 64 bits is beyond the stride's 32 bits, too: refused below.
@@ -804,36 +742,17 @@ impl Output {
         };
         let scale_bytes = scale_rows.and_then(|r| r.checked_mul(4 * shape.scale_words));
         let (wanted, why) = (shape.scale_words > 0, shape.scales_sentence());
-        let scales = needs.need_if("output scales", wanted, why, self.scales.as_ref(), scale_bytes)?;
-        let is_token = matches!(self.layout, Layout::Token { .. });
-        let only_token = "only the token layout has it";
-        for (name, view) in [("token_experts", &self.token_experts), ("token_weights", &self.token_weights)] {
-            if !is_token && view.is_some() {
-                return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
-            }
-        }
-        let per_choice = rows.checked_mul(4 * shape.top_k);
+        let scales = needs.need_if("output scales", wanted, why, self.scales, scale_bytes)?;
         Ok(raw::ty_output {
             rows: self.rows.ptr(),
             rows_pitch: pitch as u64,
             scales,
-            expert_count: self.expert_count.ptr(),
-            expert_offset: needs.optional("expert_offset", &self.expert_offset, Some(4 * (local + 1)))?,
-            row_expert: needs.optional("row_expert", &self.row_expert, rows.checked_mul(4))?,
-            source: needs.optional("source", &self.source, rows.checked_mul(8))?,
-            token_experts: needs.optional("token_experts", &self.token_experts, per_choice)?,
-            token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
-            row_count: needs.optional("row_count", &self.row_count, Some(4))?,
-            host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
-            source_ranges: needs.wide("source_ranges", &self.source_ranges, Some(8 * local * shape.ranks))?,
-            total_counts: needs.optional("total_counts", &self.total_counts, Some(4 * local))?,
-            wait_times: needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?,
             capacity: capacity as u64,
             scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),
             align: align as u32,
             align_inverse: inverse(align as u32),
-            zero_padding: u32::from(self.zero_padding),
+            ..raw::ty_output::default()
         })
     }
 }

@@ -1,11 +1,13 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
+use super::again::{NewRows, Placed};
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
-use super::calls::{Combined, InPlaceOutput, Layout, Needs, Output, Rows, Sums, Tokens};
+use super::calls::{Combined, InPlaceOutput, Layout, Output, Rows, Sums, TokenCount, Tokens};
 use super::counts::{CountWords, Counts};
 use super::device_memory::{Local, Shared, device_context};
-use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
+use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentAgain, SentRows, Size};
+use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
@@ -323,6 +325,123 @@ impl AllToAll {
         Ok(self.handle(sent, output))
     }
 
+    /// Sends new rows of the tokens that an earlier dispatch sent, to the places that the tokens' rows had in its output:
+    /// in training, the backward of a combine. The routing is the handle's, so nothing is announced and nothing waits
+    /// for counts; `output` needs the layout and capacity of the handle's dispatch, whose padding stays as it is. What
+    /// described that output describes this one, and the handle's combines stay as they were. All ranks give handles of
+    /// the same dispatch.
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch). `Argument` for another number of tokens than the handle's dispatch had; if
+    /// one of the two was counted on the device, the call ends in [`Routing`](Error::Routing), and this rank's rows stay
+    /// away. A breach of the last sentence above closes the context with [`Order`](Error::Order), or with a `Timeout`
+    /// that may come first. A handle that has not been received, or whose dispatch ended in `Capacity`, ends in an
+    /// `Order` that is not fatal; with the latter this rank sends its rows and places none. `Config` in a context with
+    /// [`in_place`](super::Tuning::in_place).
+    pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {
+        let input = self.check_again(handle, tokens)?;
+        let mut needs = self.needs();
+        tokens.check(&mut needs)?;
+        let out = self.check_placed(handle, output, needs)?;
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        call.uses(&handle.lease)?;
+        call.keep(tokens.views().chain(output.views()));
+        let args = dispatch_args(self.handle_again(handle, self.open.pool.number()), input, out, 0);
+        self.in_rounds(&call, |round| self.launch_again(&call, BOTH_PHASES, round, &args))?;
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The sending half of [`dispatch_again`](Self::dispatch_again). The rows may be reused as those of
+    /// [`dispatch_send`](Self::dispatch_send).
+    ///
+    /// # Errors
+    /// As for [`dispatch_again`](Self::dispatch_again).
+    pub fn dispatch_again_send(&self, stream: &Stream, handle: &Handle, tokens: &NewRows) -> Result<SentAgain> {
+        let input = self.check_again(handle, tokens)?;
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        call.uses(&handle.lease)?;
+        call.keep(tokens.views());
+        let number = self.open.pool.number();
+        let args = dispatch_args(self.handle_again(handle, number), input, raw::ty_output::default(), 0);
+        self.launch_again(&call, raw::TY_PHASE_SEND, 0, &args)?;
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
+        let views = (self.plan.rounds > 1).then(|| tokens.clone());
+        Ok(SentAgain { handle: handle.clone(), call: number, tokens: input, views, _half: call.half(&handle.lease) })
+    }
+
+    /// The receiving half of [`dispatch_again`](Self::dispatch_again).
+    ///
+    /// # Errors
+    /// As for [`dispatch_again`](Self::dispatch_again). The error returns `sent`: unless the context is closed, call
+    /// again with it.
+    pub fn dispatch_again_recv(
+        &self,
+        stream: &Stream,
+        sent: SentAgain,
+        output: &Placed,
+    ) -> std::result::Result<(), Refused<SentAgain>> {
+        let received = self.receive_again(stream, &sent, output);
+        received.map_err(|error| Refused { error, given: Box::new(sent) })
+    }
+
+    fn receive_again(&self, stream: &Stream, sent: &SentAgain, output: &Placed) -> Result<()> {
+        self.check()?;
+        self.own("sent", sent.handle.context)?;
+        let mut needs = self.needs();
+        // The input of a call of one round has been read.
+        if let Some(tokens) = &sent.views {
+            tokens.check(&mut needs)?;
+        }
+        let out = self.check_placed(&sent.handle, output, needs)?;
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        call.uses(&sent.handle.lease)?;
+        call.keep(sent.views.iter().flat_map(NewRows::views).chain(output.views()));
+        let args = dispatch_args(self.handle_again(&sent.handle, sent.call), sent.tokens, out, 0);
+        self.in_rounds(&call, |round| {
+            let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
+            self.launch_again(&call, phases, round, &args)
+        })
+    }
+
+    /// Checks what a dispatch by an earlier handle sends.
+    fn check_again(&self, handle: &Handle, tokens: &NewRows) -> Result<raw::ty_tokens> {
+        self.check()?;
+        self.own("handle", handle.context)?;
+        if self.shape.in_place.is_some() {
+            let advice = "handles of in-place outputs do not have the places of rows on other ranks; dispatch with the \
+                          choices again, or build a context without in_place";
+            return Err(Error::config("in_place", "of a dispatch by an earlier handle", advice));
+        }
+        match (handle.tokens, &tokens.count) {
+            (Some(own), TokenCount::Host(count)) if own != *count => {
+                let advice = format!("the handle's dispatch had {own} tokens; give as many");
+                return Err(Error::argument("count", count, advice));
+            }
+            _ => {}
+        }
+        tokens.check(&mut self.needs())
+    }
+
+    /// `needs` has the call's inputs.
+    fn check_placed(&self, handle: &Handle, output: &Placed, needs: Needs<'_>) -> Result<raw::ty_output> {
+        let mut needs = needs.written();
+        let out = output.check(handle.layout, &mut needs)?;
+        needs.check_apart()?;
+        Ok(out)
+    }
+
+    fn handle_again(&self, handle: &Handle, call: u32) -> raw::ty_handle {
+        raw::ty_handle { call, output_rows: handle.rows as u64, ..handle.lease.raw() }
+    }
+
+    fn launch_again(&self, call: &Call<'_>, phases: u32, round: usize, args: &raw::ty_dispatch_args) -> Result<()> {
+        let context = call.context(&self.context);
+        let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
+        let (kernel, shared) = pick::dispatch(&args, true);
+        self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
+    }
+
     /// Brings the experts' rows back to the tokens' source ranks and sums them there, in one kernel. All ranks combine
     /// the same dispatches in the same order. A breach closes the context with [`Error::Order`], or between nodes with
     /// a `Timeout` that may come first.
@@ -603,7 +722,7 @@ impl AllToAll {
         input: raw::ty_tokens,
         counts: Option<CountWords>,
     ) -> Result<Sent> {
-        let room = tokens.room(&self.shape)?;
+        let room = tokens.count.room(&self.shape)?;
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
         Ok(Sent { lease, room, tokens: input, views, counts, context: self.id() })
     }
@@ -620,8 +739,10 @@ impl AllToAll {
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
-        let rows = self.rows(output);
-        Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id() }
+        let (rows, layout, context) = (self.rows(output), output.layout, self.id());
+        // A count in device memory has an address.
+        let tokens = (sent.tokens.count_ptr == 0).then_some(sent.tokens.count as usize);
+        Handle { lease: sent.lease.clone(), room: sent.room, tokens, rows, layout, context }
     }
 
     /// Launches a call round by round. If the driver refuses a later round, the call is half enqueued for good, which
@@ -652,7 +773,7 @@ impl AllToAll {
     fn launch_dispatch(&self, call: &Call<'_>, phases: u32, round: usize, args: &raw::ty_dispatch_args) -> Result<()> {
         let context = call.context(&self.context);
         let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
-        let (kernel, shared) = pick::dispatch(&args);
+        let (kernel, shared) = pick::dispatch(&args, false);
         self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
     }
 

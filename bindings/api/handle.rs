@@ -3,6 +3,7 @@
 //! A handle is compact where a table of all choices that could come would be large: it then has an entry for each row
 //! of the dispatch's output instead (`RowChoice` in kernels/common/context.cuh).
 
+use super::again::NewRows;
 use super::calls::{Layout, Rows, Tokens};
 use super::counts::CountWords;
 use super::shape::Shape;
@@ -425,6 +426,8 @@ pub struct Handle {
     pub(crate) lease: Arc<Lease>,
     /// Own tokens for which combine's output must have room.
     pub(crate) room: usize,
+    /// Tokens of the dispatch, if the host knows them.
+    pub(crate) tokens: Option<usize>,
     /// Rows of the dispatch's output.
     pub(crate) rows: usize,
     pub(crate) layout: Layout,
@@ -434,6 +437,27 @@ pub struct Handle {
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Handle(context {}, {:?}, {} rows)", self.context, self.layout, self.rows)
+    }
+}
+
+/// A dispatch by an earlier handle in flight: [`AllToAll::dispatch_again_recv`](super::AllToAll::dispatch_again_recv)
+/// takes it. It owns the memory it refers to, the handle's memory included. Until it is received, the launch of a graph
+/// that dispatches into the same handle is refused. Dropping it abandons the dispatch, as with [`Sent`].
+#[must_use = "a dispatch that is sent must be received before the next one"]
+pub struct SentAgain {
+    pub(crate) handle: Handle,
+    /// A number of its own, which the halves' launches have in common.
+    pub(crate) call: u32,
+    /// Input of the later rounds.
+    pub(crate) tokens: raw::ty_tokens,
+    /// The same input as views, which keep its memory; only if there are later rounds.
+    pub(crate) views: Option<NewRows>,
+    pub(crate) _half: Option<Half>,
+}
+
+impl fmt::Debug for SentAgain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SentAgain(by {:?})", self.handle)
     }
 }
 

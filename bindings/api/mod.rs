@@ -8,7 +8,7 @@
 //! |---|---|
 //! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
 //! | the context: building it, its calls, its end | `context`, `device_memory`, `agreement`, `open` |
-//! | arguments of calls, and their checks | `calls`, `choices` |
+//! | arguments of calls, and their checks | `calls`, `choices`, `again`, `needs` |
 //! | what the host learns between the halves of a dispatch | `counts` |
 //! | what combine needs of a dispatch | `handle` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
@@ -16,6 +16,7 @@
 //! | how many SMs a context's calls take; which kernel a call launches | `sms`, `pick` |
 //! | errors that devices and proxies report; statistics | `report`, `statistics` |
 
+mod again;
 mod agreement;
 mod builder;
 mod calls;
@@ -25,6 +26,7 @@ mod counts;
 mod device_memory;
 mod format;
 mod handle;
+mod needs;
 mod open;
 mod pick;
 mod placement;
@@ -36,13 +38,14 @@ mod statistics;
 mod tables;
 mod tuning;
 
+pub use again::{NewRows, Placed};
 pub use builder::AllToAllBuilder;
 pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
 pub use counts::Counts;
 pub use format::{Partial, RowFormat, Scales};
-pub use handle::{CombineSent, Handle, Refused, Sent};
+pub use handle::{CombineSent, Handle, Refused, Sent, SentAgain};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
 pub use shape::{FEW_BLOCKS, Weights};

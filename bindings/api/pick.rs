@@ -14,12 +14,20 @@ pub(super) const BOTH_PHASES: u32 = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
 /// A kernel for one node, and its counterpart for several.
 type Pair = (&'static str, &'static str);
 
-/// Dispatch's kernel for a launch, and the shared memory of a block in bytes.
-pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
+/// Dispatch's kernel for a launch, and the shared memory of a block in bytes. `again`: by an earlier handle.
+pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static str, u32) {
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
     let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
+    if again {
+        let usual = args.context.quantize == raw::TY_QUANTIZE_NONE;
+        let kernel = match is_specialised(&args.context, &args.handle, args.phases) && usual {
+            true => ("ty_dispatch_again_specialised", "ty_dispatch_again_specialised_nodes"),
+            false => ("ty_dispatch_again", "ty_dispatch_again_nodes"),
+        };
+        return (of_world(&args.context, kernel), of_world(&args.context, shared));
+    }
     if args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND {
         let kernel = ("ty_dispatch_counts", "ty_dispatch_counts_nodes");
         return (of_world(&args.context, kernel), of_world(&args.context, shared));
@@ -120,7 +128,7 @@ mod tests {
     }
 
     fn dispatched(args: raw::ty_dispatch_args) -> &'static str {
-        dispatch(&args).0
+        dispatch(&args, false).0
     }
 
     #[test]
@@ -311,7 +319,7 @@ mod tests {
                     1 => ("", raw::TY_DISPATCH_SHARED_BYTES),
                     _ => ("_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
                 };
-                let (kernel, bytes) = dispatch(&args);
+                let (kernel, bytes) = dispatch(&args, false);
                 let what = format!("{named}, {quantize}, {nodes} nodes, phases {phases}, {zero_padding}");
                 assert_eq!((kernel, bytes), (format!("ty_dispatch{kind}{over}").as_str(), shared), "{what}");
             }
@@ -326,9 +334,31 @@ mod tests {
         ] {
             let context = raw::ty_context { nodes, ..context() };
             let args = raw::ty_dispatch_args { context, first_counts: 64, ..Default::default() };
-            assert_eq!(dispatch(&raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..args }), (sends, shared));
+            assert_eq!(dispatch(&raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..args }, false), (sends, shared));
             let receives = dispatched(raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, ..args });
             assert_eq!(receives, if nodes == 1 { "ty_dispatch" } else { "ty_dispatch_nodes" });
+        }
+    }
+
+    #[test]
+    fn dispatches_by_earlier_handles_have_kernels_of_their_own() {
+        for (nodes, over) in [(1, ""), (2, "_nodes")] {
+            let usual = raw::ty_dispatch_args {
+                context: raw::ty_context { nodes, ..context() },
+                phases: BOTH_PHASES,
+                ..Default::default()
+            };
+            let quantizes = raw::ty_context { quantize: raw::TY_QUANTIZE_F32, ..usual.context };
+            let rounds = raw::ty_context { rounds: 2, ..usual.context };
+            assert_eq!(dispatch(&usual, true).0, format!("ty_dispatch_again_specialised{over}"));
+            for other in [
+                raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..usual },
+                raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, ..usual },
+                raw::ty_dispatch_args { context: quantizes, ..usual },
+                raw::ty_dispatch_args { context: rounds, ..usual },
+            ] {
+                assert_eq!(dispatch(&other, true).0, format!("ty_dispatch_again{over}"));
+            }
         }
     }
 
@@ -339,7 +369,7 @@ mod tests {
         for (phases, guarded) in [(BOTH_PHASES, 0), (BOTH_PHASES, 1), (raw::TY_PHASE_SEND, 0)] {
             let context = raw::ty_context { guarded, ..context };
             let args = raw::ty_dispatch_args { context, phases, ..Default::default() };
-            assert_eq!(dispatch(&args), ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES));
+            assert_eq!(dispatch(&args, false), ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES));
         }
     }
 

@@ -156,6 +156,9 @@ fn describe(
         raw::TY_ERROR_TOKEN_COUNT => {
             routing(format!("the device's token count is {}, allowed are 0 to {}", record.a as i64, record.b))
         }
+        raw::TY_ERROR_OTHER_COUNT => {
+            routing(format!("the call has {} tokens, and the handle's dispatch had {}", record.a as i64, record.b))
+        }
         raw::TY_ERROR_CAPACITY => {
             let what = match record.c as u32 {
                 raw::TY_LAYOUT_CONTIGUOUS => "the contiguous output",
@@ -170,7 +173,10 @@ fn describe(
             Error::Order { rank, problem: order_problem(record), fatal }
         }
         raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
-        raw::TY_ERROR_PAIRING => Error::Order { rank, problem: pairing_problem(record, rank, peer), fatal: true },
+        raw::TY_ERROR_PAIRING => {
+            let combines = direction == raw::TY_DIRECTION_COMBINE as usize;
+            Error::Order { rank, problem: pairing_problem(record, combines, rank, peer), fatal: true }
+        }
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -242,20 +248,21 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
     )
 }
 
-fn pairing_problem(record: &raw::ty_error_record, rank: Rank, peer: Rank) -> String {
-    let (combine, own) = (record.epoch, record.a);
+fn pairing_problem(record: &raw::ty_error_record, combines: bool, rank: Rank, peer: Rank) -> String {
+    let (number, own) = (record.epoch, record.a);
+    let (call, verb) = if combines { ("combine", "combine") } else { ("dispatch", "give handles of") };
     // The number with the peer's 31 low bits that is nearest to the own number.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
-    if peer == rank {
+    if peer == rank && combines {
         return format!(
-            "the handle of combine {combine}, whose dispatch was {own}, was dispatched into again before the combine was \
+            "the handle of combine {number}, whose dispatch was {own}, was dispatched into again before the combine was \
              over, so this context is closed; launch graphs that hold the dispatch after the combine"
         );
     }
     format!(
-        "combine {combine} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
-         this context is closed; all ranks must combine the same dispatches in the same order"
+        "{call} {number} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
+         this context is closed; all ranks must {verb} the same dispatches in the same order"
     )
 }
 
@@ -277,7 +284,12 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         raw::TY_ORDER_ROUND => {
             format!("launch {sent} was not the last of its call, and one has failed")
         }
-        _ => "combine was given a handle whose dispatch has not been received".to_owned(),
+        raw::TY_ORDER_HANDLE_INCOMPLETE => {
+            "a dispatch was given the handle of one whose output was too small, so no row \
+                                            was placed; give a handle whose dispatch had room"
+                .to_owned()
+        }
+        _ => "a combine, or a dispatch again, was given a handle whose dispatch has not been received".to_owned(),
     }
 }
 
@@ -317,12 +329,14 @@ mod tests {
             [(1, 2), (2, 1), ((1 << 31) - 1, 1 << 31), (1 << 31, (1 << 31) - 1), ((5 << 31) + 9, 5 << 31)]
         {
             let record = raw::ty_error_record { epoch: 3, a: own, b: theirs & 0x7fff_ffff, ..Default::default() };
-            let problem = pairing_problem(&record, Rank(0), Rank(4));
+            let problem = pairing_problem(&record, true, Rank(0), Rank(4));
             let words = format!("the handle of dispatch {own} here and that of dispatch {theirs} on rank 4, so");
             assert!(problem.contains(&words), "«{problem}» lacks «{words}»");
         }
         let record = raw::ty_error_record { epoch: 3, a: 9, b: 8, ..Default::default() };
-        assert!(pairing_problem(&record, Rank(4), Rank(4)).contains("dispatched into again"));
+        assert!(pairing_problem(&record, true, Rank(4), Rank(4)).contains("dispatched into again"));
+        let again = pairing_problem(&record, false, Rank(0), Rank(4));
+        assert!(again.contains("dispatch 3 was given the handle of dispatch 9 here") && again.contains("give handles"));
     }
 
     #[test]

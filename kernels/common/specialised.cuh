@@ -106,6 +106,30 @@ static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) ==
                   __builtin_offsetof(ty_dispatch_args, first_counts),
               "the same bytes");
 
+// A dispatch by an earlier handle (dispatch/again.cuh): of any kind, and of the usual kind.
+struct AgainArgs {
+  ty_context context;
+  ty_handle handle;
+  ty_tokens tokens;
+  ty_output output;
+  u64 unused_counts;
+  u32 phases, round;
+  static constexpr u64 first_counts = 0;
+};
+template <bool inter_node> struct SpecialisedAgainArgs {
+  SpecialisedContext<inter_node, Specialised::nothing_else> context;
+  SpecialisedHandle<inter_node> handle;
+  ty_tokens tokens;
+  ty_output output;
+  u64 unused_counts;
+  u32 unused[2];
+  static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
+  static constexpr u64 first_counts = 0;
+};
+static_assert(sizeof(AgainArgs) == sizeof(ty_dispatch_args) &&
+                  sizeof(SpecialisedAgainArgs<true>) == sizeof(ty_dispatch_args),
+              "the same bytes");
+
 // Facts that are more than the value of a member.
 
 // Whether output is in place: senders store rows directly into the output in each rank's arena (dispatch/in_place.cuh).
@@ -115,6 +139,13 @@ TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
 // Whether a launch receives all counts for the host, and places no rows.
 TY_DEVICE constexpr bool takes_counts(const DispatchArgs auto &) { return false; }
 TY_DEVICE constexpr bool takes_counts(const CountsDispatchArgs &) { return true; }
+
+// Whether a dispatch goes by an earlier handle.
+TY_DEVICE constexpr bool goes_again(const DispatchArgs auto &) { return false; }
+TY_DEVICE constexpr bool goes_again(const AgainArgs &) { return true; }
+template <bool inter_node> TY_DEVICE constexpr bool goes_again(const SpecialisedAgainArgs<inter_node> &) {
+  return true;
+}
 
 // Whether the owner of an expert is computed, not looked up.
 TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }

@@ -15,6 +15,7 @@
 // counts decide only its final position. With in-place output rows wait for counts, and there is no receive buffer:
 // dispatch/in_place.cuh. Receive order is (source rank, token) within each expert.
 #pragma once
+#include "dispatch/again.cuh"
 #include "dispatch/in_place.cuh"
 
 namespace ty {
@@ -130,6 +131,10 @@ TY_DEVICE RowAt row_to_place(const DispatchArgs auto &a, const Kept &kept, const
 // The ranks of this node that an own token's row is pushed to, a bit each. `stuck`: a deadline passed.
 TY_DEVICE u64 find_peers(const DispatchArgs auto &a, const Kept &kept, const Item &item, bool &stuck) {
   const auto &c = a.context;
+  if (goes_again(a)) {
+    u64 mask = mask_again(a, item.token);
+    return places_own(a) ? mask & ~(1ull << c.local) : mask;
+  }
   u64 ranks = warp_ranks_of(c, caller_choices(a), item.token);
   if (item.slices.first == 0 && lane_index() == 0) own_masks(a.handle).keep(item.token, ranks);
   if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), item.token, stuck);
@@ -158,10 +163,14 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
     u32 cut = load(&pass.work.cut), slot = i >> cut;
     Item item{c.rank, load(&pass.first) + slot, slot, part_of_row(i, cut), {}};
     RowAt from;
+    i32 found = -1; // by an earlier handle: output row of this lane's choice
+    // By an earlier handle: nothing is sent.
+    bool absent = goes_again(a) && !places && !forwards && load(&kept.refused) != 0;
     if (places) {
       if (!name_to_place(c, shared, item)) continue;
       RowFrom where = placed_from<inter_node>(a, item.source);
-      Arrival arrival = wait_row(a, round_in(kept), item, where, fits(a, shared));
+      Arrival arrival = goes_again(a) ? wait_again(a, kept, item, where, fits(a, shared), found)
+                                      : wait_row(a, round_in(kept), item, where, fits(a, shared));
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
       from = row_to_place(a, kept, item, where);
@@ -170,11 +179,13 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), item.slot);
       if (!wait_chunk(c, round_in(kept), load(&pass.served), chunk)) return false;
       from = arrived_row(c, round_in(kept), load(&pass.served), item.slot);
+      if (goes_again(a)) absent = !comes_again(a, round_in(kept), load(&pass.served));
     } else {
       from = own_row(a, item.token);
     }
-    i32 mine = -1; // output row of this lane's choice
+    i32 mine = goes_again(a) ? found : -1; // output row of this lane's choice
     auto find_rows = [&]() -> u64 {
+      if (goes_again(a)) return warp_ballot(mine >= 0);
       mine = row_of_choice(a, shared, item.source, item.meta);
       if (item.slices.first == 0) describe_choice(a, item.source, item.token, item.meta, mine);
       return warp_ballot(mine >= 0);
@@ -189,15 +200,16 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       RowTo first = output_row(a, static_cast<u64>(shuffle(mine, lowest_bit(all))));
       from = {first.payload, first.scales, 1, TY_QUANTIZE_NONE};
     }
+    auto find_places = [&]() -> u64 {
+      if (forwards) return arrived_ranks(a, round_in(kept), load(&pass.served), item.slot, item.token);
+      if (packs) return packed_nodes(c, item.token);
+      if (!places) return find_peers(a, kept, item, stuck);
+      return lies ? others : find_rows();
+    };
+    Slices carried = absent ? Slices{0, 0} : item.slices;
     u64 mask = carry_row(
-        c, from, item.slices, places ? scale_stride(a) : 1,
-        places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first),
-        [&]() -> u64 {
-          if (forwards) return arrived_ranks(a, round_in(kept), load(&pass.served), item.slot, item.token);
-          if (packs) return packed_nodes(c, item.token);
-          if (!places) return find_peers(a, kept, item, stuck);
-          return lies ? others : find_rows();
-        },
+        c, from, carried, places ? scale_stride(a) : 1,
+        places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first), find_places,
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
           if (in_place(c)) return target_row(c, bit);
@@ -206,7 +218,8 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
         });
     if (stuck) return false;
     if (packs) count_row(c, round_in(kept), load(&kept.tokens), item.token, mask, item.slices);
-    else if (!places) raise_tags(c, mask, load(&kept.epoch), item.source, item.slot, item.slices);
+    else if (!places)
+      raise_tags(c, mask, load(&kept.epoch), item.source, item.slot, item.slices, absent ? tag_absent : 0);
   }
 }
 
@@ -236,7 +249,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
   bool begins = round.number == 0;
   u32 links = inter_node && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
   // Tiles past the end of a message are skipped.
-  u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
+  u32 tiles = goes_again(a) ? (forwards ? 1 : 0) : forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
   u32 all = links + tiles * pairs;
   TY_ROLLED
   for (u32 i = block_index(); i < all; i += worker_count(c) - dedicated) {
@@ -247,14 +260,21 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     TY_ROLLED
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
     if (inter_node && forwards && !wait_head(c, team, round, j)) return false;
+    if (inter_node && forwards && goes_again(a)) {
+      if (pair == c.local && team_thread(team) == 0) compare_head(a, round.epoch, j);
+      publish_sent(c, team, round, pair, served_source(c, j));
+      team_barrier(team);
+      continue;
+    }
     Choices in = inter_node && forwards ? wire_choices(c, round.epoch, j) : own_choices(a, found);
+    if (goes_again(a)) in.tokens = tokens_sent(a);
     if (inter_node && forwards) {
       if (number >= tile_count(c, in.tokens)) continue;
       forward_numbers(a, team, round, in, j, pair, number);
       if (!begins) continue;
     }
     if (heads) {
-      pack_head(a, in, round, i, refused);
+      pack_head(a, in, round, i, refused, goes_again(a) ? again_status(a) : 0);
     } else {
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
@@ -277,7 +297,8 @@ TY_DEVICE bool begin_messages(const DispatchArgs auto &a, const Round &round, i3
   // By the last warp, while the others mark tokens.
   bool stuck = warp_index() + 1 == block_warps() &&
                !wait_staging_share(c, TY_DIRECTION_DISPATCH, round.epoch, lane_index(), warp_size);
-  refused = mark_nodes(c, own_choices(a, found)) ? 1 : 0;
+  if (goes_again(a)) mark_nodes_again(a, tokens_sent(a));
+  else refused = mark_nodes(c, own_choices(a, found)) ? 1 : 0;
   return !block_any(stuck);
 }
 
@@ -326,18 +347,20 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
                              bool closed) {
   const auto &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
-  u32 tokens = own_choices(a, found).tokens, dedicated = inter_node ? 0 : teams.dedicated;
+  u32 tokens = goes_again(a) ? tokens_sent(a) : own_choices(a, found).tokens;
+  u32 dedicated = inter_node ? 0 : teams.dedicated;
   u32 first_sender = dedicated ? worker_count(c) - dedicated : 0;
   bool is_dedicated = dedicated && block_index() >= first_sender;
   // In one node nothing else is announced, and this is all of that code. It comes first in the kernel, so that blocks
   // with nothing to announce get past it soonest.
-  if (!inter_node && !is_dedicated && (a.phases & TY_PHASE_SEND)) {
+  if (!inter_node && !goes_again(a) && !is_dedicated && (a.phases & TY_PHASE_SEND)) {
     if (!announce<inter_node>(a, whole_block(), shared.meta, round, {false, found, false, dedicated}, closed)) return;
     end_sending(c, whole_block(), pass_announce);
   }
   if (in_place(c) && (!dedicated || is_dedicated) && !plan_targets(a, round.epoch)) return;
-  u32 busy = busy_blocks(c, round, a.phases, tokens), refused = 0;
+  u32 busy = busy_blocks(a, round, tokens), refused = 0;
   bool begins = inter_node && (a.phases & TY_PHASE_SEND) != 0;
+  if (goes_again(a) && (a.phases & TY_PHASE_SEND)) refused = differs_in_tokens(a, round.call, found) ? 1 : 0;
   if (begins && !begin_messages(a, round, found, refused)) return;
   // Most blocks have nothing to announce, and start carrying rows at once.
   bool skips = begins && block_index() >= busy;
@@ -398,8 +421,8 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
       if (forwards) {
         carried = wait_chunk(c, round_in(kept), j, 0);
         if (!carried) break;
-        WireRound arrived = arrived_round(a, round_in(kept), j);
-        pass = {served_rows(c, served, j, arrived.shape.rows), arrived.rows.first, j};
+        Range arrived = goes_again(a) ? range_again(a, round_in(kept), j) : arrived_round(a, round_in(kept), j).rows;
+        pass = {served_rows(c, served, j, arrived.end - arrived.first), arrived.first, j};
       }
       if (inter_node) keep_pass(kept.pass, pass);
       else kept.pass = pass;
@@ -407,7 +430,11 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     }
     team = team_in(kept, kind);
     if (!places && carried) {
-      if (kind == pass_push && block_index() == first_sender) raise_epoch(c, team, load(&kept.epoch));
+      if (kind == pass_push && block_index() == first_sender)
+        raise_epoch(c, team, load(&kept.epoch), goes_again(a) ? again_status(a) : TY_STATUS_OK);
+      if (goes_again(a) && kind == pass_push && load(&kept.round) == 0)
+        for (u32 rank = block_index() - first_sender; rank < c.node_ranks; rank += worker_count(c) - first_sender)
+          publish_sent(c, team, round_in(kept), rank, c.rank);
       end_sending(c, team, kind);
     }
     if (places && is_member(team)) end_placing(a, team, round_in(kept), carried);
@@ -422,8 +449,14 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   Progress progress = ask_progress(c, TY_DIRECTION_DISPATCH);
   // Loads after an acquisition are trips to memory; this one is made before.
   i32 found = a.phases & TY_PHASE_SEND ? agree_count(a, find_count(a)) : 0;
-  Teams teams = teams_of<inter_node>(a, own_choices(a, found).tokens);
+  if (goes_again(a) && handle_may_change(c) && thread_index() == 0) keep_head(a);
+  Teams teams{};
+  if (!goes_again(a)) teams = teams_of<inter_node>(a, own_choices(a, found).tokens);
   u64 epoch = begin_launch(c, progress, TY_DIRECTION_DISPATCH, a.phases, a.round, a.handle.call);
+  if (goes_again(a)) {
+    epoch = check_handle(a, progress, epoch);
+    teams = teams_of<inter_node>(a, tokens_sent(a));
+  }
   Round round = round_of(c, epoch);
   if (inter_node && round.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, round);
@@ -435,13 +468,17 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   if (inter_node) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
   // The count of the other parity: used by the epoch before, and by the next.
   if (!inter_node && block_index() == 0) store(&state_of(c)->placed[(ended + 1) & 1], 0u);
-  if (block_index() == 0 && is_last(c, round_of(c, ended)))
+  if (!goes_again(a) && block_index() == 0 && is_last(c, round_of(c, ended)))
     store(&pointer<ty_handle_head>(a.handle.head)->state, a.handle.serial);
 }
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_nodes, ty_dispatch_args) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_in_place, InPlaceDispatchArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_again, AgainArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_again_nodes, AgainArgs) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_again_specialised, SpecialisedAgainArgs<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_again_specialised_nodes, SpecialisedAgainArgs<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_counts, CountsDispatchArgs) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_counts_nodes, CountsDispatchArgs) { dispatch<true>(a); }
 

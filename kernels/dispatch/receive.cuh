@@ -59,6 +59,9 @@ TY_DEVICE u32 round_tokens_of(const PlaceShared &shared, u32 source) {
 
 // Warps that have sent help if each placing warp has at least so many rows: with fewer it finishes before they come.
 constexpr u32 rows_to_help = 2;
+TY_DEVICE bool needs_help(const Context auto &c, const Team &team, u32 tokens) {
+  return is_one_of_two(team) && tokens > rows_to_help * worker_count(c) * team.warps;
+}
 
 // Computes, from the counts, where segments start, how many tokens the round has, and whether the other team helps. By
 // a warp of the placing team.
@@ -94,7 +97,7 @@ TY_DEVICE void plan_segments(const DispatchArgs auto &a, const Team &team, Place
   store(&shared.used, used);
   store(&shared.most, most);
   store(&shared.tokens, tokens);
-  store(&shared.helped, is_one_of_two(team) && tokens > rows_to_help * worker_count(c) * team.warps ? 1u : 0u);
+  store(&shared.helped, needs_help(c, team, tokens) ? 1u : 0u);
   store(&shared.taken[pass_place], 0u);
   store(&shared.planned, 1u);
 }
@@ -316,6 +319,22 @@ TY_DEVICE RowNews row_news(const Context auto &c, u64 epoch, u32 source, u32 slo
   return {pointer<const u64>(c.wire.arrived) + word, TY_SITE_ARRIVED};
 }
 
+// Waits for the word of a slice, in which its source may say that it sends no row. By a thread. False once a deadline
+// passed.
+TY_DEVICE bool wait_tag_again(const Context auto &c, const RowNews &news, u64 epoch, u32 source, bool &absent) {
+  u64 start = 0;
+  for (u32 poll = 0;; ++poll) {
+    // N2, or E6 of a row that is placed from where it arrived: acquired below, once.
+    u64 seen = load_relaxed_sys(news.word);
+    if ((seen & ~tag_absent) == epoch) {
+      absent = load_acquire_sys(news.word) != epoch;
+      return true;
+    }
+    if (poll != 0 && !may_wait(c, Wait{news.site, source, epoch, 0}, poll, start, epoch, seen)) return false;
+    spin_pause("row");
+  }
+}
+
 // Waits for an item's slices and for its token's metadata, which it fills in; with the first slice stores the slot at
 // the owner in the handle. By a warp. Absent also if the output has no `room`.
 TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, Item &item, RowFrom from, bool room) {
@@ -480,12 +499,18 @@ TY_DEVICE bool wait_round(const Context auto &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
+// In again.cuh.
+TY_DEVICE void plan_again(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round);
+TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Round &round);
+
 // Before rows are placed. By the placing team. False once a deadline passed. `closed`: as finds_closed.
 TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
                              bool closed) {
   const auto &c = a.context;
-  bool received = wait_counts(a, team, shared, round, closed);
-  if (received) {
+  bool received = goes_again(a) ? meet_open(c, team, closed) : wait_counts(a, team, shared, round, closed);
+  if (goes_again(a) && received) {
+    plan_again(a, team, shared, round);
+  } else if (received) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NOTIFIED, team_thread(team) == 0);
     plan_output(a, team, shared);
   } else if (team_thread(team) == 0) {
@@ -513,7 +538,8 @@ TY_DEVICE void end_placing(const DispatchArgs auto &a, const Team &team, const R
   const auto &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
   // A warp that failed belongs to a team that must meet.
-  if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, round.epoch);
+  if (block_index() != 0 || team_any(team, !placed) || !wait_round(c, team, round.epoch)) return;
+  if (goes_again(a)) end_round(a, team, round);
 }
 
 } // namespace ty

@@ -79,6 +79,7 @@ struct DispatchShared {
   LaunchShared launch;
   MetaShared meta;
   PlaceShared place;
+  ty_handle_head head; // of a dispatch by an earlier handle
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h sizes the launch");
 
@@ -239,8 +240,13 @@ TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &
   return mask;
 }
 
-// Raises the tags of slices of a source's row at every rank of the mask, after the row. By a warp.
-TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
+// In a tag: the source sends no row. Only in dispatches by earlier handles.
+constexpr u64 tag_absent = 1ull << 63;
+
+// Raises the tags of slices of a source's row at every rank of the mask, after the row. By a warp. `absent`: 0, or
+// tag_absent.
+TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices,
+                          u64 absent = 0) {
   warp_barrier();
   // N2: the warp's stores happen before this fence; wait_row acquires.
   if (mask) fence_acq_rel_sys();
@@ -249,7 +255,8 @@ TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source
   for (u32 i = lane_index(); i >> shift < c.node_ranks; i += warp_size) {
     u32 rank = i >> shift, slice = slices.first + (i & (carried - 1));
     if (!((mask >> rank) & 1)) continue;
-    store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
+    store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice,
+                      epoch | absent);
   }
 }
 
@@ -265,18 +272,20 @@ TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
           quantization(a.context)};
 }
 
-// Notifies every node peer that this rank's reads of the epoch before are over. By the team of one block.
-TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch) {
+// Notifies every node peer that this rank's reads of the epoch before are over. By the team of one block. `status`:
+// TY_STATUS_OK, or as again_status.
+TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch, u32 status) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, TY_STATUS_OK));
+    store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, status));
 }
 
 // Blocks that build metadata and heads of messages for a call of `tokens` tokens: the first of the grid.
-TY_DEVICE u32 busy_blocks(const Context auto &c, const Round &round, u32 phases, u32 tokens) {
-  if (!(phases & TY_PHASE_SEND)) return 0;
+TY_DEVICE u32 busy_blocks(const DispatchArgs auto &a, const Round &round, u32 tokens) {
+  const auto &c = a.context;
+  if (!(a.phases & TY_PHASE_SEND)) return 0;
   u32 links = spans_nodes(c) ? layout_of(c, TY_DIRECTION_DISPATCH).targets : 0;
-  return links + (round.number == 0 ? tile_count(c, tokens) * c.node_ranks : 0);
+  return links + (round.number == 0 && !goes_again(a) ? tile_count(c, tokens) * c.node_ranks : 0);
 }
 
 // The warps among which rows are shared out, and the calling warp's number.

@@ -181,18 +181,21 @@ TY_DEVICE WireRound wire_round(const Context auto &c, u32 node, const Round &rou
 }
 
 // Packs the head of the message to one node, with the headers if it is the call's first. By a whole block, after
-// begin_messages.
-TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Round &round, u32 link, bool faulty) {
+// begin_messages. `number`: 0, or as again_status.
+TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Round &round, u32 link, bool faulty,
+                         u32 number) {
   const auto &c = a.context;
-  bool begins = round.number == 0;
+  bool begins = round.number == 0 && !goes_again(a);
   char *message = staging_of(c, TY_DIRECTION_DISPATCH, round.epoch, link);
   WireRound own = wire_round(c, node_of_link(c, link), round, in.tokens);
+  if (goes_again(a)) own.shape.headers = 0;
   if (thread_index() == 0) publish_chunks(c, TY_DIRECTION_DISPATCH, round.epoch, link, own.shape.rows);
   if (begins) write_headers(a, in, message, link);
   block_barrier();
   if (thread_index() == 0) {
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
     write_wire_head(message, round.epoch, status, own.shape, c.rank);
+    if (goes_again(a)) store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, number);
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
     count_packed(c, TY_DIRECTION_DISPATCH, round.epoch, link, own.shape, 0, packed_head);
   }
@@ -335,7 +338,7 @@ TY_DEVICE u32 link_of_source(const Context auto &c, u32 source) { return source 
 // The ranks of this node that need a row, which is number `call_row` of the call. By a warp.
 TY_DEVICE u64 arrived_ranks(const DispatchArgs auto &a, const Round &round, u32 j, u32 row, u32 call_row) {
   // Headers come once; the masks of later rounds were kept.
-  if (round.number != 0) return rail_masks(a.context, a.handle, j).at(call_row);
+  if (round.number != 0 || goes_again(a)) return rail_masks(a.context, a.handle, j).at(call_row);
   return warp_ranks_of(a.context, wire_choices(a.context, round.epoch, j), row);
 }
 

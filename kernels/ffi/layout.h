@@ -88,7 +88,8 @@
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
 #define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
-#define TY_ERROR_PAIRING 10          // peer, a: the dispatch that this rank combines, b: 31 bits of the peer's; fatal
+#define TY_ERROR_PAIRING 10          // peer, a: the dispatch of this rank's handle, b: 31 bits of the peer's; fatal
+#define TY_ERROR_OTHER_COUNT 11      // a: count found, b: count of the handle's dispatch
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -99,6 +100,7 @@
 #define TY_ORDER_ROUND 6
 #define TY_ORDER_DISPATCH_CALL 7
 #define TY_ORDER_COMBINE_CALL 8
+#define TY_ORDER_HANDLE_INCOMPLETE 9
 
 // Wait sites: every wait on the device has one.
 #define TY_SITE_METADATA 1

@@ -5,6 +5,7 @@ mod double;
 #[path = "../rig/mod.rs"]
 mod rig;
 
+mod again;
 mod agreements;
 mod aliasing;
 mod arena;

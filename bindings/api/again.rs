@@ -1,0 +1,110 @@
+//! Arguments of a dispatch by an earlier dispatch's handle: new rows for the same tokens' places.
+
+use super::calls::{Layout, ScaleOrder, ScaleView, Source, Target, TokenCount};
+use super::needs::Needs;
+use crate::base::Result;
+use crate::ffi::layout as raw;
+use crate::kernels::View;
+
+/// New rows of the tokens that a dispatch sent: made by [`NewRows::new`], and changed field by field.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct NewRows {
+    /// Rows, `[tokens, hidden]`, as [`Tokens::x`](super::Tokens::x).
+    pub x: View,
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
+    pub pitch_bytes: Option<usize>,
+    /// Scales, as [`Tokens::scales`](super::Tokens::scales).
+    pub scales: Option<ScaleView>,
+    /// Number of tokens: that of the handle's dispatch.
+    pub count: TokenCount,
+}
+
+/// Where these rows go: made by [`Placed::new`], and changed field by field. Each row goes to the place that it had in
+/// the output of the handle's dispatch. Padding and unused rows are left as they are.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Placed {
+    /// Rows, in the layout and with the capacity of the handle's dispatch; 16-byte aligned.
+    pub rows: View,
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
+    pub pitch_bytes: Option<usize>,
+    /// Scales of the rows, where the context has them.
+    pub scales: Option<View>,
+    /// Order of the scales.
+    pub scale_order: ScaleOrder,
+}
+
+impl NewRows {
+    /// `count` rows without gaps and without scales.
+    pub fn new(x: View, count: TokenCount) -> NewRows {
+        NewRows { x, pitch_bytes: None, scales: None, count }
+    }
+
+    /// Sets [`x`](#structfield.x).
+    pub fn x(self, x: View) -> NewRows {
+        NewRows { x, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> NewRows {
+        NewRows { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`scales`](#structfield.scales).
+    pub fn scales(self, scales: impl Into<Option<ScaleView>>) -> NewRows {
+        NewRows { scales: scales.into(), ..self }
+    }
+
+    /// Sets [`count`](#structfield.count).
+    pub fn count(self, count: TokenCount) -> NewRows {
+        NewRows { count, ..self }
+    }
+
+    pub(super) fn views(&self) -> impl Iterator<Item = &View> {
+        let scales = self.scales.as_ref().map(|scales| &scales.view);
+        [Some(&self.x), scales, self.count.view()].into_iter().flatten()
+    }
+
+    pub(super) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
+        let NewRows { x, pitch_bytes, scales, count } = self;
+        Source { x, pitch_bytes: *pitch_bytes, scales: scales.as_ref(), count }.check(needs)
+    }
+}
+
+impl Placed {
+    /// Rows without gaps and without scales.
+    pub fn new(rows: View) -> Placed {
+        Placed { rows, pitch_bytes: None, scales: None, scale_order: ScaleOrder::RowMajor }
+    }
+
+    /// Sets [`rows`](#structfield.rows).
+    pub fn rows(self, rows: View) -> Placed {
+        Placed { rows, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> Placed {
+        Placed { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`scales`](#structfield.scales).
+    pub fn scales(self, scales: impl Into<Option<View>>) -> Placed {
+        Placed { scales: scales.into(), ..self }
+    }
+
+    /// Sets [`scale_order`](#structfield.scale_order).
+    pub fn scale_order(self, scale_order: ScaleOrder) -> Placed {
+        Placed { scale_order, ..self }
+    }
+
+    pub(super) fn views(&self) -> impl Iterator<Item = &View> {
+        [Some(&self.rows), self.scales.as_ref()].into_iter().flatten()
+    }
+
+    pub(super) fn check(&self, layout: Layout, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
+        let Placed { rows, pitch_bytes, scales, scale_order } = self;
+        let scales = scales.as_ref();
+        Target { layout, rows, pitch_bytes: *pitch_bytes, scales, scale_order: *scale_order }.check(needs)
+    }
+}
