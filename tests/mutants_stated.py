@@ -2,6 +2,32 @@
 program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
 
 GROUPS = [
+    ("unit", "api::counts::", [
+        ("counts of any dispatch are taken", "bindings/api/counts.rs",
+         "(word >> 32 == u64::from(self.serial))", "(word >> 32 != 0)"),
+        ("padding is not counted", "bindings/api/counts.rs", "rows.div_ceil(align).saturating_mul(align)", "rows + align - align"),
+    ]),
+    ("test", "again", [
+        ("sources of other nodes are not awaited", "kernels/dispatch/again.cuh",
+         "if (!is_node_peer(c, source))\n      (void)wait_meta", "if (source >= c.ranks)\n      (void)wait_meta"),
+        ("rows of other counts are read", "kernels/dispatch/dispatch.cuh",
+         "refused = differs_in_tokens(a, round.call, found) ? 1 : 0;", "(void)differs_in_tokens(a, round.call, found);"),
+        ("rails forward rows of other counts", "kernels/dispatch/dispatch.cuh",
+         "if (goes_again(a)) absent = !comes_again(a, round_in(kept), load(&pass.served));", ""),
+        ("rows are placed though their source sends none", "kernels/dispatch/again.cuh",
+         "absent = load_acquire_sys(news.word) != epoch;", "absent = load_acquire_sys(news.word) == 0;"),
+        ("a handle that was not received goes again", "kernels/dispatch/again.cuh",
+         "if (epoch == 0 || load(&head_of(a)->state) == a.handle.serial) return epoch;", "if (epoch == 0 || a.handle.serial != 0) return epoch;"),
+        ("a handle of an output that was too small goes again", "kernels/dispatch/again.cuh",
+         "store(&shared.needed, incomplete ? ~0u : 0u);", "store(&shared.needed, 0u);"),
+        ("handles of different dispatches go together", "kernels/dispatch/again.cuh",
+         "theirs == again_status(a)) return false;", "theirs != 0) return false;"),
+        ("refused routing goes again", "kernels/dispatch/again.cuh",
+         "u32 tokens = load(&head->own_bad) ? 0 : load(&head->own_tokens);", "u32 tokens = load(&head->own_tokens);"),
+        ("lists of compact handles are read one short", "kernels/dispatch/again.cuh",
+         "k < c.top_k && next != 0", "k + 1 < c.top_k && next != 0"),
+        ("a count of the host is not compared", "bindings/api/context.rs", "if own != *count => {", "if own > *count + 99 => {"),
+    ]),
     ("test", "counts", [
         ("counts go to the host before sources are added", "kernels/dispatch/receive.cuh",
          "  add_sources(c, team, shared);\n  team_barrier(team);\n  u64 serial", "  u64 serial"),
@@ -11,9 +37,6 @@ GROUPS = [
          "if ((a.phases & TY_PHASE_RECEIVE) || takes_counts(a))", "if (a.phases & TY_PHASE_RECEIVE)"),
         ("metadata of later rounds is taken for forwarded", "kernels/dispatch/dispatch.cuh",
          "a.first_counts != 0 && round.number == 0;", "a.first_counts != 0;"),
-        ("counts of any dispatch are taken", "bindings/api/counts.rs",
-         "(word >> 32 == u64::from(self.serial))", "(word >> 32 != 0)"),
-        ("padding is not counted", "bindings/api/counts.rs", "rows.div_ceil(align).saturating_mul(align)", "rows.max(align - align)"),
         ("counts are given once", "bindings/api/counts.rs",
          "Some(Counts { experts: experts.to_vec(), sources: sources.to_vec() })",
          "words.iter().for_each(|word| word.store(0, Ordering::Relaxed));\n        Some(Counts { experts: experts.to_vec(), sources: sources.to_vec() })"),

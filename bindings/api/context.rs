@@ -325,17 +325,17 @@ impl AllToAll {
         Ok(self.handle(sent, output))
     }
 
-    /// Sends new rows of the tokens that an earlier dispatch sent, to the places that the tokens' rows had in its output:
-    /// in training, the backward of a combine. The routing is the handle's, so nothing is announced and nothing waits
-    /// for counts; `output` needs the layout and capacity of the handle's dispatch, whose padding stays as it is. What
-    /// described that output describes this one, and the handle's combines stay as they were. All ranks give handles of
-    /// the same dispatch.
+    /// Sends new rows of the tokens that an earlier dispatch sent, to the places that the tokens' rows had in its
+    /// output: in training, the backward of a combine. The routing is the handle's, so nothing is announced and nothing
+    /// waits for counts; `output` needs the layout and capacity of the handle's dispatch, whose padding stays as it is.
+    /// What described that output describes this one, and the handle's combines stay as they were. All ranks give
+    /// handles of the same dispatch.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch). `Argument` for another number of tokens than the handle's dispatch had; if
-    /// one of the two was counted on the device, the call ends in [`Routing`](Error::Routing), and this rank's rows stay
-    /// away. A breach of the last sentence above closes the context with [`Order`](Error::Order), or with a `Timeout`
-    /// that may come first. A handle that has not been received, or whose dispatch ended in `Capacity`, ends in an
+    /// one of the two was counted on the device, the call ends in [`Routing`](Error::Routing), and this rank's rows
+    /// stay away. If ranks give handles of different dispatches, the context is closed by an [`Order`](Error::Order),
+    /// or by a `Timeout` that may come first. A handle that has not been received, or whose dispatch ended in `Capacity`, ends in an
     /// `Order` that is not fatal; with the latter this rank sends its rows and places none. `Config` in a context with
     /// [`in_place`](super::Tuning::in_place).
     pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {

@@ -166,6 +166,9 @@ pub struct BenchArgs {
     /// Handles are compact, also small ones
     #[arg(long)]
     pub compact_handles: bool,
+    /// Each dispatch is followed by one by its handle, of new rows: without metadata, and without a wait for counts
+    #[arg(long)]
+    pub replay: bool,
     /// Replicas of each expert, of which each token takes one of the nearest
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
     pub replicas: Option<usize>,

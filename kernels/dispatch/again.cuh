@@ -67,27 +67,20 @@ TY_DEVICE void refuse_other(const DispatchArgs auto &a, u64 epoch, u32 peer, u32
   close(a.context);
 }
 
-// After wait_round: whether each node peer gave the same dispatch's handle; and waits until every source of other nodes
-// has sent the round. All sources have then finished the epoch before, as counts show in announced dispatches: whoever
-// is two epochs ahead would write where this rank still reads. By a team of one block.
-TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Round &round) {
+// Whether a node peer has raised N1 for the handle of another dispatch; its rows may then never come. By a thread.
+TY_DEVICE bool gave_other(const DispatchArgs auto &a, u64 epoch, u32 source) {
   const auto &c = a.context;
-  u64 epoch = round.epoch;
-  for (u32 source = team_thread(team); spans_nodes(c) && source < c.ranks; source += team_threads(team)) {
-    u32 value = 0;
-    if (!is_node_peer(c, source))
-      (void)wait_meta(c, round.call, source, sent_word(c, meta_of(c, c.local, source, round.call), round), value);
-  }
-  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
-    u64 flag = load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer));
-    u32 theirs = static_cast<u32>(flag);
-    if (flag >> 32 == (epoch & 0xffffffffu) && theirs != again_status(a))
-      refuse_other(a, epoch, world_rank(c, peer), theirs);
-  }
+  if (!is_node_peer(c, source)) return false;
+  const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, source - c.node_first);
+  u64 seen = load_relaxed_sys(flag);
+  u32 theirs = static_cast<u32>(seen);
+  if (seen >> 32 != (epoch & 0xffffffffu) || theirs == again_status(a)) return false;
+  refuse_other(a, epoch, source, theirs);
+  return true;
 }
 
-// The word by which a rank of this node learns, from a rail, that a source of another node has sent the round. Among the
-// words that an announced dispatch waits for there are others, which are no words of this epoch.
+// The word by which a rank of this node learns, from a rail, that a source of another node has sent the round. Among
+// the words that an announced dispatch waits for there are others, which are no words of this epoch.
 TY_DEVICE u64 *sent_word(const Context auto &c, const Meta &meta, const Round &round) {
   return meta.counts + c.max_local_experts + 1 + round.number;
 }
@@ -113,6 +106,20 @@ TY_DEVICE void publish_sent(const Context auto &c, const Team &team, const Round
   if (team_thread(team) != 0) return;
   store_relaxed_sys(meta.tokens + token, u64{0});
   if (spans_nodes(c)) store_relaxed_sys(meta.source_tokens + token, u64{0});
+}
+
+// After wait_round: whether each node peer gave the same dispatch's handle; and waits until every source of other nodes
+// has sent the round. All sources have then finished the epoch before, as counts show in announced dispatches: whoever
+// is two epochs ahead would write where this rank still reads. By a team of one block.
+TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Round &round) {
+  const auto &c = a.context;
+  for (u32 source = team_thread(team); spans_nodes(c) && source < c.ranks; source += team_threads(team)) {
+    u32 value = 0;
+    if (!is_node_peer(c, source))
+      (void)wait_meta(c, round.call, source, sent_word(c, meta_of(c, c.local, source, round.call), round), value);
+  }
+  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team))
+    (void)gave_other(a, round.epoch, world_rank(c, peer));
 }
 
 // ---- sending -----------------------------------------------------------------------------------------------------
@@ -232,6 +239,24 @@ TY_DEVICE i32 row_again(const DispatchArgs auto &a, u32 source, u32 token) {
   return static_cast<u32>(mine) < output_rows(a) ? mine : -1;
 }
 
+// Waits for the word of a slice, in which its source may say that it sends no row. By a thread. False once a deadline
+// passed.
+TY_DEVICE bool wait_slice(const DispatchArgs auto &a, const RowNews &news, u64 epoch, u32 source, bool &absent) {
+  const auto &c = a.context;
+  u64 start = 0;
+  for (u32 poll = 0;; ++poll) {
+    u64 seen = load_relaxed_sys(news.word);
+    if ((seen & ~tag_absent) == epoch) {
+      // N2, or E6 of a row that is placed from where it arrived: acquired once.
+      absent = load_acquire_sys(news.word) != epoch;
+      return true;
+    }
+    if (poll != 0 && !may_wait(c, Wait{news.site, source, epoch, 0}, poll, start, epoch, seen)) return false;
+    if (poll % polls_between_checks == polls_between_checks - 1 && gave_other(a, epoch, source)) return false;
+    spin_pause("row");
+  }
+}
+
 // Waits for an item's slices, and looks up the rows that it goes to: `mine` for this lane's choice. By a warp. Absent
 // also if its source sends none, or the output has no `room`.
 TY_DEVICE Arrival wait_again(const DispatchArgs auto &a, const Kept &kept, const Item &item, RowFrom from, bool room,
@@ -243,7 +268,9 @@ TY_DEVICE Arrival wait_again(const DispatchArgs auto &a, const Kept &kept, const
   mine = room ? row_again(a, item.source, item.token) : -1;
   if (warp_ballot(mine >= 0) == 0) return Arrival::absent;
   bool failed = false, absent = from == RowFrom::own && load(&kept.refused) != 0;
-  if (slice < item.slices.end && news.word) failed = !wait_tag_again(c, news, round.epoch, item.source, absent);
+  if (slice < item.slices.end && news.word) failed = !wait_slice(a, news, round.epoch, item.source, absent);
+  // Chunks come in any order, and the head is in the first.
+  if (from == RowFrom::arrived) failed |= !wait_chunk(c, round, link_of_source(c, item.source), 0);
   // Some lanes acquired; the barrier orders the other lanes' loads after that.
   warp_barrier();
   if (warp_ballot(failed)) return Arrival::failed;

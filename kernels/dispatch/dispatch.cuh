@@ -207,15 +207,14 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       return lies ? others : find_rows();
     };
     Slices carried = absent ? Slices{0, 0} : item.slices;
-    u64 mask = carry_row(
-        c, from, carried, places ? scale_stride(a) : 1,
-        places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first), find_places,
-        [&](u32 bit) {
-          if (places) return output_row(a, static_cast<u64>(mine));
-          if (in_place(c)) return target_row(c, bit);
-          return packs ? staging_row(c, round_in(kept), load(&kept.tokens), item.token, bit)
-                       : recv_buffer_row(c, bit, load(&kept.epoch), item.source, item.slot);
-        });
+    u64 mask = carry_row(c, from, carried, places ? scale_stride(a) : 1,
+                         places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first),
+                         find_places, [&](u32 bit) {
+                           if (places) return output_row(a, static_cast<u64>(mine));
+                           if (in_place(c)) return target_row(c, bit);
+                           return packs ? staging_row(c, round_in(kept), load(&kept.tokens), item.token, bit)
+                                        : recv_buffer_row(c, bit, load(&kept.epoch), item.source, item.slot);
+                         });
     if (stuck) return false;
     if (packs) count_row(c, round_in(kept), load(&kept.tokens), item.token, mask, item.slices);
     else if (!places)
@@ -249,7 +248,10 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
   bool begins = round.number == 0;
   u32 links = inter_node && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
   // Tiles past the end of a message are skipped.
-  u32 tiles = goes_again(a) ? (forwards ? 1 : 0) : forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
+  u32 tiles = goes_again(a) ? (forwards ? 1 : 0)
+              : forwards    ? (begins ? c.max_tiles : 1)
+              : begins      ? tile_count(c, own_choices(a, found).tokens)
+                            : 0;
   u32 all = links + tiles * pairs;
   TY_ROLLED
   for (u32 i = block_index(); i < all; i += worker_count(c) - dedicated) {

@@ -319,22 +319,6 @@ TY_DEVICE RowNews row_news(const Context auto &c, u64 epoch, u32 source, u32 slo
   return {pointer<const u64>(c.wire.arrived) + word, TY_SITE_ARRIVED};
 }
 
-// Waits for the word of a slice, in which its source may say that it sends no row. By a thread. False once a deadline
-// passed.
-TY_DEVICE bool wait_tag_again(const Context auto &c, const RowNews &news, u64 epoch, u32 source, bool &absent) {
-  u64 start = 0;
-  for (u32 poll = 0;; ++poll) {
-    // N2, or E6 of a row that is placed from where it arrived: acquired below, once.
-    u64 seen = load_relaxed_sys(news.word);
-    if ((seen & ~tag_absent) == epoch) {
-      absent = load_acquire_sys(news.word) != epoch;
-      return true;
-    }
-    if (poll != 0 && !may_wait(c, Wait{news.site, source, epoch, 0}, poll, start, epoch, seen)) return false;
-    spin_pause("row");
-  }
-}
-
 // Waits for an item's slices and for its token's metadata, which it fills in; with the first slice stores the slot at
 // the owner in the handle. By a warp. Absent also if the output has no `room`.
 TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, Item &item, RowFrom from, bool room) {

@@ -110,6 +110,8 @@ pub struct Case {
     pub call_top_k: Option<usize>,
     /// Whether handles are compact, also small ones; see `Tuning::compact_handles`.
     pub compact_handles: bool,
+    /// Each dispatch sends other rows first; its own rows then go by its handle.
+    pub again: bool,
     pub mode: Mode,
     /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
@@ -175,6 +177,7 @@ impl Default for Case {
             duplicate_percent: None,
             call_top_k: None,
             compact_handles: false,
+            again: false,
             mode: Mode::Fused,
             ahead: 1,
             lockstep: false,
@@ -437,6 +440,7 @@ impl Case {
             (self.ahead > 1, "the next dispatch overwrites it"),
             (self.gap > 0, "its rows lie side by side"),
             (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
+            (self.again, "its handles do not have the places of rows"),
         ];
         reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
     }
@@ -485,6 +489,10 @@ impl Case {
         }
         if !self.gap.is_multiple_of(ROW_QUANTUM) {
             return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
+        }
+        if self.again && self.fault == FaultWord::Overflow {
+            let advice = "rows of an output that was too small have no places to go to again; give another fault";
+            return Err(Refusal::of("fault", self.fault.name(), advice));
         }
         if self.mode == Mode::Graph && self.ragged && !self.device_count {
             let advice = "a captured call keeps the host's count, and these change; give device_count=yes";
@@ -766,6 +774,7 @@ fields! {
     duplicate_percent: optional, or_none::<0, 100>;
     call_top_k: optional, or_none::<1, MAX_TOP_K>;
     compact_handles: flag, read_flag;
+    again: flag, read_flag;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;

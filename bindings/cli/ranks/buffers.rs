@@ -5,8 +5,8 @@
 
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
-    Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, Output, Result, Rows, ScaleOrder,
-    ScaleView, Stream, Strides, TokenCount, Tokens, View,
+    Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Placed, Result,
+    Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
 };
 
 use crate::cli::cases::case::Case;
@@ -28,6 +28,8 @@ pub struct Buffers {
     local: usize,
     x: DeviceBuffer,
     x_scales: DeviceBuffer,
+    /// Rows and scales of a dispatch whose rows are replaced by its handle: any bytes.
+    before: Option<[DeviceBuffer; 2]>,
     topk_idx: DeviceBuffer,
     topk_weight: DeviceBuffer,
     count: DeviceBuffer,
@@ -89,6 +91,12 @@ impl Buffers {
             local,
             x: alloc(case.max_tokens * x_pitch(case))?,
             x_scales: alloc(case.max_tokens * inputs.scale_words() * 4)?,
+            before: if case.again {
+                let scales = alloc(case.max_tokens * inputs.scale_words() * 4)?;
+                Some([alloc(case.max_tokens * x_pitch(case))?, scales])
+            } else {
+                None
+            },
             topk_idx: alloc(choices * 8 + case.max_tokens * case.gap)?,
             topk_weight: alloc(choices * 4 + case.max_tokens * case.gap)?,
             count: alloc(4)?,
@@ -119,6 +127,7 @@ impl Buffers {
             buffer.fill(POISON)?;
         }
         buffers.y.fill(NAN_BYTE)?;
+        buffers.before.iter().flatten().try_for_each(|buffer| buffer.fill(GAP_BYTE))?;
         Ok(buffers)
     }
 
@@ -142,11 +151,26 @@ impl Buffers {
 
     /// Overwrites what dispatch reads, in stream order.
     pub fn spoil_tokens(&self, stream: &Stream) -> Result<()> {
-        for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
+        let (x, scales) = self.sent();
+        for buffer in [x, scales, &self.topk_idx] {
             stream.fill(&buffer.view(), POISON)?;
+        }
+        // A dispatch by the handle has the same count.
+        if !self.case.again {
+            stream.fill(&self.count.view(), POISON)?;
         }
         // Combine reads weights that come with combine.
         if self.case.weights == WeightsWord::Dispatch { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
+    }
+
+    /// Overwrites what a dispatch by an earlier handle reads, in stream order.
+    pub fn spoil_rows(&self, stream: &Stream) -> Result<()> {
+        [&self.x, &self.x_scales, &self.count].into_iter().try_for_each(|buffer| stream.fill(&buffer.view(), POISON))
+    }
+
+    /// Rows and scales that dispatch sends.
+    fn sent(&self) -> (&DeviceBuffer, &DeviceBuffer) {
+        self.before.as_ref().map_or((&self.x, &self.x_scales), |[x, scales]| (x, scales))
     }
 
     /// Overwrites what combine reads, in stream order.
@@ -255,23 +279,50 @@ impl Buffers {
     /// Dispatch's input.
     pub fn tokens(&self, tokens: usize) -> Tokens {
         let case = &self.case;
-        let words = case.inputs(0).scale_words();
-        let (row_stride, col_stride) = self.input_strides(words);
+        let (x, scales) = self.sent();
         let index = match case.index {
             IndexWord::I32 => IndexType::I32,
             IndexWord::I64 => IndexType::I64,
             IndexWord::Ranks => IndexType::Ranks,
         };
         let gaps = case.index_order == OrderWord::Column || case.gap > 0;
-        let count = if case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) };
-        Tokens::new(self.x.view(), self.topk_idx.view(), count)
+        Tokens::new(x.view(), self.topk_idx.view(), self.count(tokens))
             .pitch_bytes(x_pitch(case))
-            .scales((words > 0).then(|| ScaleView::new(self.x_scales.view(), 4 * row_stride, 4 * col_stride)))
+            .scales(self.scale_view(scales))
             .index_type(index)
             .top_k(case.call_top_k)
             .topk_idx_strides(gaps.then(|| self.choice_strides(index.bytes())))
             .topk_weight_strides(gaps.then(|| self.choice_strides(4)))
             .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))
+    }
+
+    /// The rows of a dispatch by an earlier handle.
+    pub fn new_rows(&self, tokens: usize) -> NewRows {
+        let scales = self.scale_view(&self.x_scales);
+        NewRows::new(self.x.view(), self.count(tokens)).pitch_bytes(x_pitch(&self.case)).scales(scales)
+    }
+
+    fn count(&self, tokens: usize) -> TokenCount {
+        if self.case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) }
+    }
+
+    fn scale_view(&self, scales: &DeviceBuffer) -> Option<ScaleView> {
+        let words = self.case.inputs(0).scale_words();
+        let (row_stride, col_stride) = self.input_strides(words);
+        (words > 0).then(|| ScaleView::new(scales.view(), 4 * row_stride, 4 * col_stride))
+    }
+
+    /// Where they go: dispatch's output.
+    pub fn placed(&self) -> Placed {
+        let (rows, scales) = self.row_views();
+        Placed::new(rows).pitch_bytes(rows_pitch(&self.case)).scales(scales).scale_order(self.scale_order())
+    }
+
+    fn scale_order(&self) -> ScaleOrder {
+        match self.case.scale_order {
+            OrderWord::Row => ScaleOrder::RowMajor,
+            OrderWord::Column => ScaleOrder::ColumnMajor,
+        }
     }
 
     /// Views to which dispatch writes rows and scales.
@@ -305,10 +356,7 @@ impl Buffers {
         Output::new(layout, rows, self.expert_count.view())
             .pitch_bytes(rows_pitch(case))
             .scales(scales)
-            .scale_order(match case.scale_order {
-                OrderWord::Row => ScaleOrder::RowMajor,
-                OrderWord::Column => ScaleOrder::ColumnMajor,
-            })
+            .scale_order(self.scale_order())
             .expert_offset(self.expert_offset.view())
             .row_expert(self.row_expert.view())
             .source(self.source.view())

@@ -40,8 +40,9 @@ impl InFlight {
 /// The captured calls of graph mode.
 struct Graphs {
     dispatch: Graph,
+    again: Option<Graph>,
     combine: Graph,
-    /// The captured combine reads it at every replay.
+    /// The later calls read it at every replay.
     _handle: Handle,
 }
 
@@ -68,6 +69,8 @@ enum Point {
     Dispatch,
     DispatchSent,
     Dispatched,
+    Again,
+    AgainDone,
     Experts,
     Combine,
     CombineSent,
@@ -77,7 +80,7 @@ enum Point {
 /// Time stamps of one dispatch and its combine, and what the host learnt between.
 #[derive(Default)]
 pub struct Marks {
-    events: [Option<Event>; 7],
+    events: [Option<Event>; 9],
     pub first_counts: Option<FirstCounts>,
 }
 
@@ -110,26 +113,30 @@ impl Marks {
             _ => None,
         };
         let times = dispatch.zip(combine);
+        let again_us = self.between(Point::Again, Point::AgainDone)?;
         let counts_us = self.first_counts.as_ref().map(|first| first.us);
-        Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us, counts_us }))
+        Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us, counts_us, again_us }))
     }
 
     /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each stage from
     /// the end of the stage before to the time when its last block completed it.
     pub fn spans(&self, iteration: usize, base: f64, stages: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
         let split = self.events[Point::DispatchSent as usize].is_some();
+        let before = if self.events[Point::Again as usize].is_some() { Point::AgainDone } else { Point::Dispatched };
         let parts: &[(&str, Point, Point)] = if split {
             &[
                 ("dispatch send", Point::Dispatch, Point::DispatchSent),
                 ("dispatch receive", Point::DispatchSent, Point::Dispatched),
-                ("experts", Point::Dispatched, Point::Experts),
+                ("dispatch again", Point::Again, Point::AgainDone),
+                ("experts", before, Point::Experts),
                 ("combine send", Point::Combine, Point::CombineSent),
                 ("combine receive", Point::CombineSent, Point::Combined),
             ]
         } else {
             &[
                 ("dispatch", Point::Dispatch, Point::Dispatched),
-                ("experts", Point::Dispatched, Point::Experts),
+                ("dispatch again", Point::Again, Point::AgainDone),
+                ("experts", before, Point::Experts),
                 ("combine", Point::Combine, Point::Combined),
             ]
         };
@@ -177,6 +184,8 @@ pub struct Caller {
     pub stream: Stream,
     mode: Mode,
     lockstep: bool,
+    /// Whether a dispatch by each handle follows.
+    again: bool,
     /// Whether time stamps are taken.
     timed: bool,
     patience: Duration,
@@ -203,6 +212,7 @@ impl Caller {
             attendee,
             mode: job.case.mode,
             lockstep: job.case.lockstep,
+            again: job.case.again,
             errors: RefCell::default(),
             timed: job.measured,
             patience: job.patience(),
@@ -299,7 +309,10 @@ impl Caller {
             let (flight, marks) = (&in_flight[i], &mut marks[i]);
             match step {
                 Step::SendDispatch(_) => self.send_dispatch(flight, given[i], &under_way, i, marks)?,
-                Step::ReceiveDispatch(_) => self.receive_dispatch(flight, &under_way, i, marks)?,
+                Step::ReceiveDispatch(_) => {
+                    self.receive_dispatch(flight, &under_way, i, marks)?;
+                    self.dispatch_again(flight, given[i], under_way.handles[i].get(), marks)?;
+                }
                 Step::Experts(_) => {
                     // SAFETY: the buffers hold the output of a dispatch of their own case.
                     unsafe { bench::expert(&self.stream, &flight.buffers.experts(under_way.capacities[i].get()))? };
@@ -387,6 +400,38 @@ impl Caller {
         self.mark(marks, Point::Dispatched)
     }
 
+    /// The dispatch by the handle, if the case has one.
+    fn dispatch_again(
+        &self,
+        flight: &InFlight,
+        given: Given,
+        handle: Option<&Handle>,
+        marks: &mut Marks,
+    ) -> Result<()> {
+        if !self.again {
+            return Ok(());
+        }
+        self.meet()?;
+        self.mark(marks, Point::Again)?;
+        let (stream, buffers) = (&self.stream, &flight.buffers);
+        let rows = buffers.new_rows(given.tokens);
+        match (flight.graphs.as_ref().and_then(|graphs| graphs.again.as_ref()), handle) {
+            (Some(graph), _) => graph.launch(stream)?,
+            (None, Some(handle)) if self.mode.is_split() => {
+                let sent = self.call(|| self.ep.dispatch_again_send(stream, handle, &rows))?;
+                if self.spoils() {
+                    buffers.spoil_rows(stream)?;
+                }
+                self.receive(sent, |sent| self.ep.dispatch_again_recv(stream, sent, &buffers.placed()))?;
+            }
+            (None, Some(handle)) => {
+                self.call(|| self.ep.dispatch_again(stream, handle, &rows, &buffers.placed()))?;
+            }
+            (None, None) => {}
+        }
+        self.mark(marks, Point::AgainDone)
+    }
+
     fn send_combine(
         &self,
         flight: &InFlight,
@@ -427,9 +472,12 @@ impl Caller {
         let output = buffers.output(given.capacity);
         let (dispatch, handle) =
             record(stream, || self.call(|| self.ep.dispatch(stream, &buffers.tokens(given.tokens), &output)))?;
+        let rows = buffers.new_rows(given.tokens);
+        let again = || self.call(|| self.ep.dispatch_again(stream, &handle, &rows, &buffers.placed()));
+        let again = if self.again { Some(record(stream, again)?.0) } else { None };
         let combine = || self.call(|| self.ep.combine(stream, &handle, &buffers.expert_rows(), &buffers.combined()));
         let (combine, ()) = record(stream, combine)?;
-        Ok(Graphs { dispatch, combine, _handle: handle })
+        Ok(Graphs { dispatch, again, combine, _handle: handle })
     }
 }
 

@@ -148,6 +148,7 @@ impl Config {
         }
         add(case.in_place, "--in-place".to_string());
         add(case.compact_handles, "--compact-handles".to_string());
+        add(case.again, "--replay".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
@@ -218,6 +219,7 @@ impl Config {
             index: or_default(args.index, IndexWord::I64),
             duplicate_percent: args.duplicates,
             compact_handles: args.compact_handles,
+            again: args.replay,
             call_top_k: args.call_top_k,
             mode,
             lockstep: true,

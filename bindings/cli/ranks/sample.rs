@@ -35,6 +35,8 @@ pub struct Times {
     pub parts_us: Option<[f64; 4]>,
     /// Until the host had the counts, where they come first.
     pub counts_us: Option<f64>,
+    /// Of the dispatch by the handle.
+    pub again_us: Option<f64>,
 }
 
 /// Results of the reference, all iterations together.
@@ -117,6 +119,8 @@ pub struct RankResult {
     /// raise a flag in host memory.
     pub counts_us: Vec<f64>,
     pub flag_us: Vec<f64>,
+    /// Dispatches by handles.
+    pub again_us: Vec<f64>,
     /// Timed iterations.
     pub iterations: u64,
     /// Payload of this rank's tokens that went between ranks of one node, all timed iterations together.
@@ -144,6 +148,7 @@ impl RankResult {
         self.dispatch_us.push(times.dispatch_us);
         self.combine_us.push(times.combine_us);
         self.counts_us.extend(times.counts_us);
+        self.again_us.extend(times.again_us);
         if let Some(parts) = times.parts_us {
             self.parts_us.iter_mut().zip(parts).for_each(|(all, us)| all.push(us));
         }
@@ -178,14 +183,22 @@ mod tests {
             combine_us: 2.0,
             parts_us: Some([3.0, 4.0, 5.0, 6.0]),
             counts_us: None,
+            again_us: None,
         });
-        result.add_times(&Times { dispatch_us: 7.0, combine_us: 8.0, parts_us: None, counts_us: Some(9.0) });
+        result.add_times(&Times {
+            dispatch_us: 7.0,
+            combine_us: 8.0,
+            parts_us: None,
+            counts_us: Some(9.0),
+            again_us: Some(10.0),
+        });
         let wanted = RankResult {
             iterations: 2,
             dispatch_us: vec![1.0, 7.0],
             combine_us: vec![2.0, 8.0],
             parts_us: [vec![3.0], vec![4.0], vec![5.0], vec![6.0]],
             counts_us: vec![9.0],
+            again_us: vec![10.0],
             ..RankResult::default()
         };
         assert_eq!(result, wanted);

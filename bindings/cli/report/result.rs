@@ -145,6 +145,9 @@ pub struct RunResult {
     pub counts_us: Option<Percentiles>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub flag_us: Option<Percentiles>,
+    /// With --replay: dispatches by handles.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub again_us: Option<Percentiles>,
     pub bytes_per_rank: Bytes,
     pub floor_us: Floor,
     /// On GPUs with peers; floor_us is then its median.
@@ -231,6 +234,7 @@ impl RunResult {
             combine_recv_us: all(|r| &r.parts_us[3]),
             counts_us: all(|r| &r.counts_us),
             flag_us: all(|r| &r.flag_us),
+            again_us: all(|r| &r.again_us),
             bytes_per_rank: bytes,
             floor_us: floor(bytes, ranks, push_us, case),
             push_us,
@@ -355,6 +359,10 @@ pub fn bench_table(results: &[RunResult]) -> String {
     if counted {
         head.extend(["counts", "flag"]);
     }
+    let again = results.iter().any(|r| r.again_us.is_some());
+    if again {
+        head.push("again");
+    }
     let inter_node = results.iter().any(|r| r.bytes_per_rank.dispatch_wire > 0);
     head.extend(["KB out", "KB back"]);
     if inter_node {
@@ -374,6 +382,9 @@ pub fn bench_table(results: &[RunResult]) -> String {
             }
             if counted {
                 row.extend([r.counts_us, r.flag_us].map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
+            }
+            if again {
+                row.push(r.again_us.map_or("-".to_string(), |p| us(p.p50)));
             }
             let bytes = r.bytes_per_rank;
             let kilo = |bytes: u64| us(bytes as f64 / 1000.0);

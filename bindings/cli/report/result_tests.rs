@@ -93,7 +93,7 @@ pub fn config() -> Config {
 
 /// Two ranks' results of a point.
 pub fn ranks() -> Vec<RankResult> {
-    let bases = [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0, 7000.0, 8000.0];
+    let bases = [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0, 7000.0, 8000.0, 9000.0];
     let times = bases.map(|base| halves(spread(base)));
     let stage = |name: &str, us: [&[f64]; 3]| StageTimes { name: name.to_string(), us: us.map(<[f64]>::to_vec) };
     let rank = |at: usize| RankResult {
@@ -106,6 +106,7 @@ pub fn ranks() -> Vec<RankResult> {
         parts_us: [2, 3, 4, 5].map(|part: usize| times[part][at].clone()),
         counts_us: times[6][at].clone(),
         flag_us: times[7][at].clone(),
+        again_us: times[8][at].clone(),
         iterations: [3, 1][at],
         dispatch_bytes: [40_000, 8_000][at],
         combine_bytes: [100_000, 20_004][at],
@@ -202,6 +203,7 @@ fn every_field_of_the_object_has_its_own_value() {
         "combine_recv_us": spread_of(6000.0),
         "counts_us": spread_of(7000.0),
         "flag_us": spread_of(8000.0),
+        "again_us": spread_of(9000.0),
         // Bytes of both ranks over their four iterations, rounded down.
         "bytes_per_rank": {
             "dispatch_nvlink": 48_000 / 4, "dispatch_wire": 30_000 / 4,
@@ -244,7 +246,7 @@ fn bare_stores_of_gpus_are_reported_beside_the_floor_and_shared_gpus_behind_the_
     let order = "version commit device device_name world ranks_per_gpu ranks_per_node transport link launch preset \
                  hidden experts top_k dtype quantize combine_dtype partial tokens routing layout mode sms iters seed \
                  options verified mismatches max_rel_err dispatch_us combine_us dispatch_send_us dispatch_recv_us \
-                 combine_send_us combine_recv_us counts_us flag_us bytes_per_rank floor_us push_us nic_us stages_us arena_bytes arena";
+                 combine_send_us combine_recv_us counts_us flag_us again_us bytes_per_rank floor_us push_us nic_us stages_us arena_bytes arena";
     let places: Vec<Option<usize>> =
         order.split_whitespace().map(|field| text.find(&format!("\"{field}\":"))).collect();
     assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{text}");
@@ -308,9 +310,9 @@ fn every_cell_of_the_table_is_under_its_head() {
     );
     let lines = cells(rest);
     let row = |text: &'static str| text.split('|').collect::<Vec<&str>>();
-    let head = "tokens|dispatch p50|p99|floor|p50/floor|combine p50|p99|floor|p50/floor|d.send|d.recv|c.send|c.recv|counts|flag|\
+    let head = "tokens|dispatch p50|p99|floor|p50/floor|combine p50|p99|floor|p50/floor|d.send|d.recv|c.send|c.recv|counts|flag|again|\
                 KB out|KB back|wire out|wire back|max rel err|verified";
-    let values = "1100.0|1392.0|3.3|333.3x|2100.0|2392.0|7.5|280.0x|3100.0|4100.0|5100.0|6100.0|7100.0|8100.0|\
+    let values = "1100.0|1392.0|3.3|333.3x|2100.0|2392.0|7.5|280.0x|3100.0|4100.0|5100.0|6100.0|7100.0|8100.0|9100.0|\
                   12.0|30.0|7.5|15.0|2.50e-1|NO (7 wrong)";
     assert_eq!((lines.len(), &lines[0]), (4, &row(head)));
     for (line, tokens) in lines[2..].iter().zip(["17", "18"]) {
@@ -322,7 +324,8 @@ fn every_cell_of_the_table_is_under_its_head() {
 fn a_table_of_one_node_has_no_columns_of_wires_and_halves() {
     let mut result = merged(17);
     result.ranks_per_node = PerNode::Even(6);
-    (result.dispatch_send_us, result.counts_us, result.bytes_per_rank.dispatch_wire) = (None, None, 0);
+    (result.dispatch_send_us, result.counts_us, result.again_us) = (None, None, None);
+    result.bytes_per_rank.dispatch_wire = 0;
     (result.partial, result.arena, result.max_rel_err, result.verified) = (None, None, None, true);
     let table = bench_table(std::slice::from_ref(&result));
     assert!(

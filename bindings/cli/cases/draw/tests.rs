@@ -87,6 +87,11 @@ fn not_in_place(case: &Case) -> bool {
     !case.in_place
 }
 
+/// Rows can go by earlier handles.
+fn may_go_again(case: &Case) -> bool {
+    !case.in_place && case.fault != FaultWord::Overflow
+}
+
 /// In-place output is possible, once the fields that it sets are set.
 fn may_be_in_place(case: &Case) -> bool {
     let kind = case.layout == LayoutWord::Contiguous && !case.mode.is_split();
@@ -186,6 +191,8 @@ fn common() -> Vec<Chances> {
         chances!(none_percent, all, by([("0", 0.4), ("10", 0.2), ("60", 0.2), ("100", 0.2)])),
         chances!(duplicate_percent, all, [by([("-", 2.0 * third)]), alike(third, [0, 20, 60, 100])].concat()),
         chances!(compact_handles, all, yes(0.5)),
+        chances!(again, may_go_again, yes(0.5)),
+        chances!(again, |c| !may_go_again(c), never()),
         chances!(call_top_k, by_expert, |c| flag(c.call_top_k.is_some()), yes(1.0 / 6.0)),
         chances!(call_top_k, |c| !by_expert(c), by([("-", 1.0)])),
         chances!(mode, all, by([("fused", third), ("graph", third), ("split", third / 2.0), ("counts", third / 2.0)])),
@@ -514,6 +521,7 @@ fn adapted_draws_keep_what_the_adaptation_leaves_free() {
         ("quantize", 1),
         ("ahead", 1),
         ("in_place", 1),
+        ("again", 1),
         ("mode", 2),
         ("fault", 2),
     ];
