@@ -491,12 +491,11 @@ TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Rou
 TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
                              bool closed) {
   const auto &c = a.context;
-  bool received = goes_again(a) ? meet_open(c, team, closed) : wait_counts(a, team, shared, round, closed);
-  if (goes_again(a) && received) {
-    plan_again(a, team, shared, round);
-  } else if (received) {
+  bool received = goes_again(a) || wait_counts(a, team, shared, round, closed);
+  if (received) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NOTIFIED, team_thread(team) == 0);
-    plan_output(a, team, shared);
+    if (goes_again(a)) plan_again(a, team, shared, round);
+    else plan_output(a, team, shared);
   } else if (team_thread(team) == 0) {
     store(&shared.helped, 0u);
     store(&shared.planned, 0u);
