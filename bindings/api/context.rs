@@ -601,6 +601,26 @@ impl AllToAll {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
     }
 
+    /// Tokens of each source that a dispatch sent to each destination: `[source][destination]`, ranks of this generation
+    /// in order. They are the rows of [`Layout::Token`]; also where an output was too small for them. For tests and
+    /// tools: it reads the handle's memory back. Collective; every rank gives the handle of the same dispatch, whose
+    /// stream has passed it.
+    ///
+    /// # Errors
+    /// `Argument` for a handle of another context, or of a dispatch that has not been received; `Bootstrap` where a
+    /// rank does not join. A failure on one rank is an error on all.
+    pub fn row_matrix(&self, handle: &Handle) -> Result<Vec<Vec<usize>>> {
+        let own = self.own("handle", handle.context);
+        let here = own.and_then(|()| handle.lease.tokens_of_sources(self.shape.max_tokens, self.plan.rounds));
+        self.world.agree("rows of a handle", here.as_ref().err())?;
+        let bytes: Vec<u8> = here?.iter().flat_map(|tokens| tokens.to_le_bytes()).collect();
+        let columns = self.world.all_gather("rows of a handle", &bytes)?;
+        let cell = |column: &Vec<u8>, source: usize| {
+            column.as_chunks::<4>().0.get(source).map_or(0, |tokens| u32::from_le_bytes(*tokens) as usize)
+        };
+        Ok((0..columns.len()).map(|source| columns.iter().map(|column| cell(column, source)).collect()).collect())
+    }
+
     /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None`
     /// as [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {

@@ -13,6 +13,7 @@ use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, Half, HostBuffer, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
+use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -240,6 +241,13 @@ impl Free {
     }
 }
 
+/// Words of device memory.
+fn read_words(memory: &DeviceBuffer, offset: usize, count: usize) -> Result<Vec<u32>> {
+    let mut bytes = vec![0; 4 * count];
+    memory.read(offset, &mut bytes)?;
+    Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)).collect())
+}
+
 /// Bytes of a word for each choice that could come.
 fn table_bytes(shape: &Shape) -> usize {
     shape.ranks * shape.max_tokens * shape.top_k * size_of::<u32>()
@@ -315,6 +323,29 @@ impl Lease {
     /// for a capture of this crate's own). `Device` without memory.
     pub fn make_room(&self, rows: usize, queue: &Queue, recorded: bool) -> Result<()> {
         self.lock().as_mut().map_or(Ok(()), |slot| self.pool.enlarge(slot, rows, queue, recorded))
+    }
+
+    /// For each source rank of a received dispatch: its tokens that have a row here.
+    ///
+    /// # Errors
+    /// `Argument` if the dispatch has not been received. As [`DeviceBuffer::read`].
+    pub fn tokens_of_sources(&self, max_tokens: usize, rounds: usize) -> Result<Vec<u32>> {
+        let slot = self.lock();
+        let Some(slot) = slot.as_ref() else { return Ok(Vec::new()) };
+        let [head, _, _, slots, source_tokens, ..] = self.pool.size.offsets.map(|offset| offset as usize);
+        let state = offset_of!(raw::ty_handle_head, state);
+        if read_words(&slot._memory, head + state, 1)? != [slot.raw.serial] {
+            let advice = "receive its dispatch, and let the stream pass it, before you ask for its rows";
+            return Err(Error::argument("handle", "of a dispatch that has not been received", advice));
+        }
+        let ranks = self.pool.counted.1;
+        let ends = read_words(&slot._memory, source_tokens, ranks * (rounds + 1))?;
+        let slots = read_words(&slot._memory, slots, ranks * max_tokens)?;
+        let of = |(starts, slots): (&[u32], &[u32])| {
+            let tokens = starts.last().map_or(0, |end| *end as usize);
+            slots.iter().take(tokens).filter(|slot| (**slot as i32) >= 0).count() as u32
+        };
+        Ok(ends.chunks(rounds + 1).zip(slots.chunks(max_tokens)).map(of).collect())
     }
 
     /// The words for the counts of the handle's dispatch, in host memory. Call it once for a dispatch.

@@ -185,3 +185,43 @@ fn halves_of_two_micro_batches_overlap() {
         }
     }
 }
+
+/// Fused, in halves and in rounds; a handle that has not been received is refused on all ranks.
+#[test]
+fn the_matrix_of_rows_has_the_tokens_from_each_rank_to_each_rank() {
+    for (sizes, rounds) in [(&[3][..], None), (&[2, 1], None), (&[2, 1], Some(1)), (&[1, 1, 1], Some(3))] {
+        nodes::on_nodes(sizes, |world, network| {
+            let proxy = (sizes.len() > 1).then(|| nodes::proxy(network, &world, 1500));
+            let rig = Rig::with(&world, |builder| {
+                let builder =
+                    builder.tuning(|t| (t.round_tokens, t.compact_handles) = (rounds, Some(rounds.is_some())));
+                match &proxy {
+                    Some(proxy) => builder.proxy(proxy),
+                    None => builder,
+                }
+            });
+            let ranks = world.size();
+            let choices = |rank: usize| choices_of(rank).into_iter().take(rank + 2).collect::<Vec<_>>();
+            rig.route(&choices(rig.rank), 1);
+            let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(rig.rank + 2)).unwrap();
+            let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let goes = |token: &[i32; TOP_K], to: usize| {
+                token.iter().any(|expert| *expert >= 0 && *expert as usize * ranks / EXPERTS == to)
+            };
+            let count = |from: usize, to: usize| choices(from).iter().filter(|token| goes(token, to)).count();
+            let wanted: Vec<Vec<usize>> =
+                (0..ranks).map(|from| (0..ranks).map(|to| count(from, to)).collect()).collect();
+            assert_eq!(rig.ep.row_matrix(&handle), Ok(wanted));
+            // One rank's handle is of a capture that has not run.
+            rig.stream.begin_capture().unwrap();
+            let recorded = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &rig.output(rig.capacity));
+            drop(rig.stream.end_capture().unwrap());
+            let recorded = recorded.unwrap();
+            let asked = if rig.rank == 1 { &recorded } else { &handle };
+            let text = rig.ep.row_matrix(asked).unwrap_err().to_string();
+            assert!(text.contains("of a dispatch that has not been received"), "{text}");
+            world.barrier("all are done").unwrap();
+        });
+    }
+}
