@@ -31,6 +31,9 @@ const DISPATCHES: usize = 0;
 const COMBINES: usize = 1;
 const BARRIERS: usize = 2;
 
+/// Of so many looks for counts one looks for errors, too.
+const LOOKS: u32 = 16;
+
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
 
@@ -159,9 +162,10 @@ fn dispatch_args(
     handle: raw::ty_handle,
     tokens: raw::ty_tokens,
     output: raw::ty_output,
-    first_counts: u64,
+    counts: Option<&CountWords>,
 ) -> raw::ty_dispatch_args {
-    raw::ty_dispatch_args { handle, tokens, output, first_counts, ..raw::ty_dispatch_args::default() }
+    let (first_counts, counts_number) = counts.map_or((0, 0), |counts| (counts.address(), counts.number()));
+    raw::ty_dispatch_args { handle, tokens, output, first_counts, counts_number, ..Default::default() }
 }
 
 impl AllToAll {
@@ -208,7 +212,7 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(lease.raw(), input, out, 0);
+        let args = dispatch_args(lease.raw(), input, out, None);
         self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input, None)?, output))
@@ -255,8 +259,7 @@ impl AllToAll {
         let lease = call.take(None)?;
         let counts = if counted { lease.counts()? } else { None };
         call.keep(tokens.views());
-        let first_counts = counts.as_ref().map_or(0, CountWords::address);
-        let args = dispatch_args(lease.raw(), input, raw::ty_output::default(), first_counts);
+        let args = dispatch_args(lease.raw(), input, raw::ty_output::default(), counts.as_ref());
         self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input, counts)
@@ -278,8 +281,12 @@ impl AllToAll {
             return Err(Error::argument("sent", "of a call without counts", advice));
         };
         let left = "the dispatch goes on; ask for its counts again";
+        let mut looks = 0u32;
         let found = wait::poll_unless("counts", timeout, left, || {
-            words.read().map(Ok).or_else(|| self.check().err().map(Err))
+            looks = looks.wrapping_add(1);
+            // Errors come late, and looking for them takes longer than looking for counts.
+            let error = || if looks.is_multiple_of(LOOKS) { self.check().err() } else { None };
+            words.read().map(Ok).or_else(|| error().map(Err))
         })?;
         found.unwrap_or_else(|| {
             let what = format!("the counts of a dispatch had not come after {timeout:?}");
@@ -316,8 +323,7 @@ impl AllToAll {
         call.uses(&sent.lease)?;
         call.make_room(&sent.lease, self.rows(output))?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        let first_counts = sent.counts.as_ref().map_or(0, CountWords::address);
-        let args = dispatch_args(sent.lease.raw(), sent.tokens, out, first_counts);
+        let args = dispatch_args(sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
             self.launch_dispatch(&call, phases, round, &args)
@@ -346,7 +352,7 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&handle.lease)?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(self.handle_again(handle, self.open.pool.number()), input, out, 0);
+        let args = dispatch_args(self.handle_again(handle, self.open.pool.number()), input, out, None);
         self.in_rounds(&call, |round| self.launch_again(&call, BOTH_PHASES, round, &args))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -363,7 +369,7 @@ impl AllToAll {
         call.uses(&handle.lease)?;
         call.keep(tokens.views());
         let number = self.open.pool.number();
-        let args = dispatch_args(self.handle_again(handle, number), input, raw::ty_output::default(), 0);
+        let args = dispatch_args(self.handle_again(handle, number), input, raw::ty_output::default(), None);
         self.launch_again(&call, raw::TY_PHASE_SEND, 0, &args)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
@@ -397,7 +403,7 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(NewRows::views).chain(output.views()));
-        let args = dispatch_args(self.handle_again(&sent.handle, sent.call), sent.tokens, out, 0);
+        let args = dispatch_args(self.handle_again(&sent.handle, sent.call), sent.tokens, out, None);
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
             self.launch_again(&call, phases, round, &args)

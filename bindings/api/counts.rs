@@ -42,13 +42,14 @@ impl Counts {
     }
 }
 
-/// The words of one dispatch that its launch writes. Each bears the dispatch's number, so that those of an earlier
-/// dispatch are not taken for new ones, and no order among the stores matters.
+/// The words of one dispatch that its launch writes. Each bears the number of the words' use, so that those of the use
+/// before are not taken for new ones, and no order among the stores matters. Every use writes all words, so that no
+/// word is ever 2^32 uses old.
 #[derive(Debug, Clone)]
 pub(crate) struct CountWords {
     words: Arc<HostBuffer>,
     experts: usize,
-    serial: u32,
+    number: u32,
 }
 
 impl CountWords {
@@ -57,11 +58,14 @@ impl CountWords {
         8 * (experts + ranks)
     }
 
-    /// The words of dispatch `serial`. Words with this number that an earlier dispatch left are removed, so that a
-    /// number may come again.
-    pub fn new(words: Arc<HostBuffer>, experts: usize, serial: u32) -> CountWords {
-        words.words().iter().for_each(|word| word.store(0, Ordering::Relaxed));
-        CountWords { words, experts, serial }
+    /// For use `number` of the words, another one than that of the last use and, at first, than 0.
+    pub fn new(words: Arc<HostBuffer>, experts: usize, number: u32) -> CountWords {
+        CountWords { words, experts, number }
+    }
+
+    /// The number of the words' use.
+    pub fn number(&self) -> u32 {
+        self.number
     }
 
     /// Where kernels write them.
@@ -71,7 +75,7 @@ impl CountWords {
 
     /// The counts, once all words are here.
     pub fn read(&self) -> Option<Counts> {
-        let own = |word: u64| (word >> 32 == u64::from(self.serial)).then_some((word & 0xffff_ffff) as usize);
+        let own = |word: u64| (word >> 32 == u64::from(self.number)).then_some((word & 0xffff_ffff) as usize);
         let words = self.words.words();
         // The last first: while it is missing, a look is one load.
         own(words.last()?.load(Ordering::Relaxed))?;
@@ -86,13 +90,13 @@ mod tests {
     use super::*;
     use crate::kernels::Device;
 
-    fn words(serial: u32) -> CountWords {
+    fn words(number: u32) -> CountWords {
         let device = Device::cpu().unwrap();
-        CountWords::new(Arc::new(device.alloc_host(CountWords::bytes(3, 2)).unwrap()), 3, serial)
+        CountWords::new(Arc::new(device.alloc_host(CountWords::bytes(3, 2)).unwrap()), 3, number)
     }
 
     #[test]
-    fn counts_are_here_once_every_word_bears_the_dispatchs_number() {
+    fn counts_are_here_once_every_word_bears_the_uses_number() {
         let words = words(7);
         let at = |i: usize| &words.words.words()[i];
         assert_eq!(words.read(), None);
@@ -101,11 +105,11 @@ mod tests {
             assert_eq!(words.read(), None, "{i}");
         }
         at(2).store(6 << 32 | 5, Ordering::Relaxed);
-        assert_eq!(words.read(), None, "of another dispatch");
+        assert_eq!(words.read(), None, "of another use");
         at(2).store(7 << 32 | 5, Ordering::Relaxed);
         assert_eq!(words.read(), Some(Counts { experts: vec![1, 0, 5], sources: vec![4, 9] }));
-        let again = CountWords::new(words.words.clone(), 3, 7);
-        assert_eq!(again.read(), None, "the same number 2^32 dispatches later");
+        let next = CountWords::new(words.words.clone(), 3, 8);
+        assert_eq!(next.read(), None, "of the use before");
     }
 
     #[test]

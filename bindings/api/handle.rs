@@ -14,6 +14,7 @@ use crate::kernels::{Device, DeviceBuffer, Half, HostBuffer, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
 use std::mem::offset_of;
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -30,8 +31,8 @@ pub(crate) struct Slot {
     /// Entries for output rows, in compact handles; the last is in use. Work may still use the others, which were too
     /// small for a later dispatch. Each has twice the former's rows at least, so they take less than the last.
     row_choices: Vec<DeviceBuffer>,
-    /// For counts that come first, once a call asked for them.
-    counts: Option<Arc<HostBuffer>>,
+    /// For counts that come first, once a call asked for them; and how often they did, modulo 2^32, without 0.
+    counts: Option<(Arc<HostBuffer>, NonZeroU32)>,
     raw: raw::ty_handle,
     last: Arc<LastUse>,
 }
@@ -356,12 +357,15 @@ impl Lease {
         let (experts, ranks) = self.pool.counted;
         let mut slot = self.lock();
         let Some(slot) = slot.as_mut() else { return Ok(None) };
-        let words = match &slot.counts {
-            Some(words) => words.clone(),
-            None => Arc::new(self.pool.device.alloc_host(CountWords::bytes(experts, ranks))?),
+        let (words, uses) = match &slot.counts {
+            Some((words, uses)) => (words.clone(), uses.checked_add(1).unwrap_or(NonZeroU32::MIN)),
+            None => {
+                let words = self.pool.device.alloc_host(CountWords::bytes(experts, ranks))?;
+                (Arc::new(words), NonZeroU32::MIN)
+            }
         };
-        slot.counts = Some(words.clone());
-        Ok(Some(CountWords::new(words, experts, slot.raw.serial)))
+        slot.counts = Some((words.clone(), uses));
+        Ok(Some(CountWords::new(words, experts, uses.get())))
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Slot>> {

@@ -21,15 +21,19 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
     }
     let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     if again {
-        let usual = args.context.quantize == raw::TY_QUANTIZE_NONE;
-        let kernel = match is_specialised(&args.context, &args.handle, args.phases) && usual {
+        let usual = args.context.quantize == raw::TY_QUANTIZE_NONE && args.phases == BOTH_PHASES;
+        let kernel = match is_usual(&args.context, &args.handle) && usual {
             true => ("ty_dispatch_again_specialised", "ty_dispatch_again_specialised_nodes"),
             false => ("ty_dispatch_again", "ty_dispatch_again_nodes"),
         };
         return (of_world(&args.context, kernel), of_world(&args.context, shared));
     }
     if args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND {
-        let kernel = ("ty_dispatch_counts", "ty_dispatch_counts_nodes");
+        let usual = args.context.quantize == raw::TY_QUANTIZE_NONE && !takes_any_routing(args);
+        let kernel = match is_usual(&args.context, &args.handle) && usual {
+            true => ("ty_dispatch_counts_specialised", "ty_dispatch_counts_specialised_nodes"),
+            false => ("ty_dispatch_counts", "ty_dispatch_counts_nodes"),
+        };
         return (of_world(&args.context, kernel), of_world(&args.context, shared));
     }
     let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
@@ -101,11 +105,14 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
     of_world(&args.context, kernel)
 }
 
-/// Whether a launch meets the assumptions of specialised kernels in both directions: `SpecialisedContext`,
-/// `SpecialisedHandle`, and both phases.
+/// Whether a launch meets the assumptions of specialised kernels in both directions: `is_usual`, and both phases.
 fn is_specialised(context: &raw::ty_context, handle: &raw::ty_handle, phases: u32) -> bool {
-    phases == BOTH_PHASES
-        && (handle.row_choices == 0 || context.nodes > 1)
+    phases == BOTH_PHASES && is_usual(context, handle)
+}
+
+/// Whether context and handle are what specialised kernels assume: `SpecialisedContext`, `SpecialisedHandle`.
+fn is_usual(context: &raw::ty_context, handle: &raw::ty_handle) -> bool {
+    (handle.row_choices == 0 || context.nodes > 1)
         && context.rounds == 1
         && context.free_flags == 0
         && context.guarded == 0
@@ -328,13 +335,24 @@ mod tests {
 
     #[test]
     fn counts_come_first_by_kernels_of_their_own() {
-        for (nodes, sends, shared) in [
-            (1, "ty_dispatch_counts", raw::TY_DISPATCH_SHARED_BYTES),
-            (2, "ty_dispatch_counts_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
-        ] {
+        for (nodes, over, shared) in
+            [(1, "", raw::TY_DISPATCH_SHARED_BYTES), (2, "_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES)]
+        {
             let context = raw::ty_context { nodes, ..context() };
             let args = raw::ty_dispatch_args { context, first_counts: 64, ..Default::default() };
-            assert_eq!(dispatch(&raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..args }, false), (sends, shared));
+            let usual = raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..args };
+            let specialised = format!("ty_dispatch_counts_specialised{over}");
+            assert_eq!(dispatch(&usual, false), (specialised.as_str(), shared));
+            for other in [
+                raw::ty_dispatch_args { context: raw::ty_context { rounds: 2, ..context }, ..usual },
+                raw::ty_dispatch_args { context: raw::ty_context { replicas: 64, ..context }, ..usual },
+                raw::ty_dispatch_args {
+                    context: raw::ty_context { quantize: raw::TY_QUANTIZE_F32, ..context },
+                    ..usual
+                },
+            ] {
+                assert_eq!(dispatch(&other, false), (format!("ty_dispatch_counts{over}").as_str(), shared));
+            }
             let receives = dispatched(raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, ..args });
             assert_eq!(receives, if nodes == 1 { "ty_dispatch" } else { "ty_dispatch_nodes" });
         }

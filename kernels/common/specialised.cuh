@@ -48,7 +48,7 @@ template <bool inter_node, Specialised does, u32 layout> struct SpecialisedDispa
   ty_tokens tokens;
   SpecialisedOutput<layout> output;
   u64 unused_counts;
-  u32 unused[2];
+  u32 counts_number, unused[3];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
   static constexpr u64 first_counts = 0;
 };
@@ -85,7 +85,7 @@ struct InPlaceDispatchArgs {
   ty_tokens tokens;
   InPlaceOutput output;
   u64 unused_counts;
-  u32 unused[2];
+  u32 counts_number, unused[3];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
   static constexpr u64 first_counts = 0;
 };
@@ -98,9 +98,19 @@ struct CountsDispatchArgs {
   ty_tokens tokens;
   SpecialisedOutput<TY_LAYOUT_TOKEN> output;
   u64 first_counts;
-  u32 unused[2];
+  u32 counts_number, unused[3];
   static constexpr u32 phases = TY_PHASE_SEND, round = 0;
 };
+template <bool inter_node> struct SpecialisedCountsArgs {
+  SpecialisedContext<inter_node, Specialised::nothing_else> context;
+  SpecialisedHandle<inter_node> handle;
+  ty_tokens tokens;
+  SpecialisedOutput<TY_LAYOUT_TOKEN> output;
+  u64 first_counts;
+  u32 counts_number, unused[3];
+  static constexpr u32 phases = TY_PHASE_SEND, round = 0;
+};
+static_assert(sizeof(SpecialisedCountsArgs<true>) == sizeof(CountsDispatchArgs), "the same bytes");
 static_assert(sizeof(CountsDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) ==
                   __builtin_offsetof(ty_dispatch_args, first_counts),
@@ -113,7 +123,7 @@ struct AgainArgs {
   ty_tokens tokens;
   ty_output output;
   u64 unused_counts;
-  u32 phases, round;
+  u32 counts_number, reserved, phases, round;
   static constexpr u64 first_counts = 0;
 };
 template <bool inter_node> struct SpecialisedAgainArgs {
@@ -122,7 +132,7 @@ template <bool inter_node> struct SpecialisedAgainArgs {
   ty_tokens tokens;
   ty_output output;
   u64 unused_counts;
-  u32 unused[2];
+  u32 counts_number, unused[3];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
   static constexpr u64 first_counts = 0;
 };
@@ -139,6 +149,9 @@ TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
 // Whether a launch receives all counts for the host, and places no rows.
 TY_DEVICE constexpr bool takes_counts(const DispatchArgs auto &) { return false; }
 TY_DEVICE constexpr bool takes_counts(const CountsDispatchArgs &) { return true; }
+template <bool inter_node> TY_DEVICE constexpr bool takes_counts(const SpecialisedCountsArgs<inter_node> &) {
+  return true;
+}
 
 // Whether a dispatch goes by an earlier handle.
 TY_DEVICE constexpr bool goes_again(const DispatchArgs auto &) { return false; }

@@ -483,6 +483,8 @@ TY_KERNEL(ty_dispatch_again_specialised, SpecialisedAgainArgs<false>) { dispatch
 TY_KERNEL(ty_dispatch_again_specialised_nodes, SpecialisedAgainArgs<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_counts, CountsDispatchArgs) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_counts_nodes, CountsDispatchArgs) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_counts_specialised, SpecialisedCountsArgs<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_counts_specialised_nodes, SpecialisedCountsArgs<true>) { dispatch<true>(a); }
 
 // Specialised calls, by layout of the output.
 template <bool inter_node>

@@ -131,11 +131,11 @@ TY_DEVICE void give_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
   if (!wait_counts(a, team, shared, round, closed)) return;
   add_sources(c, team, shared);
   team_barrier(team);
-  u64 serial = static_cast<u64>(a.handle.serial) << 32;
+  u64 number = static_cast<u64>(a.counts_number) << 32;
   TY_ROLLED
   for (u32 i = team_thread(team); i < c.local_experts + c.ranks; i += team_threads(team)) {
     u32 count = i < c.local_experts ? load(&shared.rows[i]) : load(&shared.source_rows[i - c.local_experts]);
-    store_relaxed_sys(pointer<u64>(a.first_counts) + i, serial | count);
+    store_relaxed_sys(pointer<u64>(a.first_counts) + i, number | count);
   }
 }
 

@@ -443,9 +443,11 @@ typedef struct ty_dispatch_args {
   ty_handle handle;
   ty_tokens tokens;
   ty_output output;
-  uint64_t first_counts; // uint64 [local_experts + ranks] in host memory, of a call whose counts come first: rows of
-                         // each expert, then tokens of each rank that have a row here, each with the handle's serial in
-                         // the upper half; or 0
+  uint64_t first_counts;  // uint64 [local_experts + ranks] in host memory, of a call whose counts come first: rows of
+                          // each expert, then tokens of each rank that have a row here, each with counts_number in the
+                          // upper half; or 0
+  uint32_t counts_number; // another one than that of the words' last use
+  uint32_t reserved;
   uint32_t phases;
   uint32_t round; // of the call
 } ty_dispatch_args;
