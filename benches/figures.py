@@ -86,14 +86,24 @@ def gpus(result):
 
 def kept():
     """Path and result of all kept GPU results, in order, except those for performance.md: bare copies, runs in which the
-    device recorded its stages, ranks that share GPUs, and one call with increasing numbers of SMs."""
+    device recorded its stages, ranks that share GPUs, and one call with increasing numbers of SMs; and except calls whose
+    counts come first, and calls by earlier handles, which have tables of their own."""
+    return [(name, result) for name, result in verified() if not any(field in result for field in SPECIAL)]
+
+
+# Fields of results with a table of their own.
+SPECIAL = ("stages_us", "rows", "ranks_per_gpu", "counts_us", "again_us")
+
+
+def verified():
+    """Path and result of all kept GPU results, in order."""
     found = []
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
         for name in (name for name in names if name.endswith(".json") and not name.startswith("sms-")):
             for result in results_of(os.path.join(place, name)):
-                if any(field in result for field in ("stages_us", "rows", "ranks_per_gpu")):
+                if "rows" in result:
                     continue
                 if not result["verified"]:
                     sys.exit(f"{place}/{name} was not verified; keep only results that are right")
@@ -125,8 +135,43 @@ def table(results):
     return "\n".join(rows) + "\n"
 
 
-# The results in each file's table.
-TABLES = {"README.md": headlines, "docs/figures.md": kept}
+def of_counts(result):
+    """The cells of a result whose counts come first."""
+    counts, flag = result["counts_us"]["p50"], result["flag_us"]["p50"]
+    return [micros(counts), micros(flag), micros(counts - flag)]
+
+
+def of_again(result):
+    """The cells of a result with dispatches by earlier handles."""
+    fresh, again = result["dispatch_us"]["p50"], result["again_us"]["p50"]
+    return [micros(fresh), micros(again), f"{again / fresh:.2f}"]
+
+
+def special(field, title, heads, cells):
+    """A table of the results that have a field."""
+    rows = [f"| run | GPUs | tokens | {' | '.join(heads)} | commit |", "|---" * (len(heads) + 4) + "|"]
+    for name, result in verified():
+        if field in result:
+            all_cells = [name, gpus(result), str(result["tokens"]), *cells(result), result["commit"][:7]]
+            rows.append("| " + " | ".join(all_cells) + " |")
+    return f"{title}\n\n" + "\n".join(rows) + "\n"
+
+
+def figures():
+    """The tables of docs/figures.md."""
+    counts = "Counts first: from before the launch until the host has them, and the same of a kernel that raises a flag."
+    again = "Again: a dispatch, and one by its handle in the same run."
+    return "\n".join(
+        [
+            table(kept()),
+            special("counts_us", counts, ["counts", "flag", "difference"], of_counts),
+            special("again_us", again, ["dispatch", "again", "ratio"], of_again),
+        ]
+    )
+
+
+# What makes each file's tables.
+TABLES = {"README.md": lambda: table(headlines()), "docs/figures.md": figures}
 
 
 def renewed(file, text):
@@ -135,7 +180,7 @@ def renewed(file, text):
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f"{file} lacks its markers; put back these lines:\n{BEGIN}{END}")
-    return before + BEGIN + "\n" + table(TABLES[file]()) + "\n" + END + after
+    return before + BEGIN + "\n" + TABLES[file]() + "\n" + END + after
 
 
 def merge(to, files):

@@ -31,8 +31,10 @@ const DISPATCHES: usize = 0;
 const COMBINES: usize = 1;
 const BARRIERS: usize = 2;
 
-/// Of so many looks for counts one looks for errors, too.
+/// Looks for counts in one poll: they are here within some µs, and letting other threads run takes as long.
 const LOOKS: u32 = 16;
+/// Of so many polls for counts one looks for errors, too.
+const ERROR_POLLS: u32 = 16;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -281,12 +283,17 @@ impl AllToAll {
             return Err(Error::argument("sent", "of a call without counts", advice));
         };
         let left = "the dispatch goes on; ask for its counts again";
-        let mut looks = 0u32;
+        let mut polls = 0u32;
         let found = wait::poll_unless("counts", timeout, left, || {
-            looks = looks.wrapping_add(1);
+            polls = polls.wrapping_add(1);
+            for _ in 0..LOOKS {
+                if let Some(counts) = words.read() {
+                    return Some(Ok(counts));
+                }
+                std::hint::spin_loop();
+            }
             // Errors come late, and looking for them takes longer than looking for counts.
-            let error = || if looks.is_multiple_of(LOOKS) { self.check().err() } else { None };
-            words.read().map(Ok).or_else(|| error().map(Err))
+            if polls.is_multiple_of(ERROR_POLLS) { self.check().err().map(Err) } else { None }
         })?;
         found.unwrap_or_else(|| {
             let what = format!("the counts of a dispatch had not come after {timeout:?}");

@@ -6,7 +6,7 @@
 use super::calls::Layout;
 use crate::kernels::HostBuffer;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How many rows a dispatch brings to this rank, from [`AllToAll::counts`](super::AllToAll::counts). A rank whose
 /// routing was unusable sends none.
@@ -75,13 +75,15 @@ impl CountWords {
 
     /// The counts, once all words are here.
     pub fn read(&self) -> Option<Counts> {
-        let own = |word: u64| (word >> 32 == u64::from(self.number)).then_some((word & 0xffff_ffff) as usize);
-        let words = self.words.words();
+        let own = |word: &AtomicU64| {
+            let word = word.load(Ordering::Relaxed);
+            (word >> 32 == u64::from(self.number)).then_some((word & 0xffff_ffff) as usize)
+        };
+        let (experts, sources) = self.words.words().split_at_checked(self.experts)?;
         // The last first: while it is missing, a look is one load.
-        own(words.last()?.load(Ordering::Relaxed))?;
-        let all: Vec<usize> = words.iter().map(|word| own(word.load(Ordering::Relaxed))).collect::<Option<_>>()?;
-        let (experts, sources) = all.split_at_checked(self.experts)?;
-        Some(Counts { experts: experts.to_vec(), sources: sources.to_vec() })
+        own(sources.last()?)?;
+        let all = |words: &[AtomicU64]| words.iter().map(own).collect::<Option<Vec<usize>>>();
+        Some(Counts { experts: all(experts)?, sources: all(sources)? })
     }
 }
 

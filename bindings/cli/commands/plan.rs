@@ -1,4 +1,4 @@
-//! `tokenyard plan`: every buffer of a rank's arena, without running.
+//! `tokenyard plan`: every buffer of a rank's arena, without running, beside what DeepEP asks for.
 //!
 //! On the main thread; printing and pure arithmetic of the library's plan, which a run computes too before it begins.
 
@@ -10,6 +10,7 @@ use crate::cli::files;
 use crate::cli::out::Out;
 use crate::cli::ranks::builder::planned;
 use crate::cli::ranks::config::{Config, Purpose};
+use crate::cli::report::deepep::SizeHints;
 use crate::cli::report::table::table;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
@@ -20,6 +21,7 @@ struct PlanObject {
     /// Of each handle that is allocated when a context is built.
     handle_bytes: u64,
     buffers: Vec<BufferObject>,
+    deepep: SizeHints,
 }
 
 #[derive(Serialize)]
@@ -62,6 +64,7 @@ pub fn plan(args: &BenchArgs, out: &Out) -> Result<Status, Refusal> {
             .iter()
             .map(|b| BufferObject { name: b.name.clone(), offset: b.offset, bytes: b.bytes })
             .collect(),
+        deepep: SizeHints::of(&config.case),
     };
     let mut outcome = Ok(());
     if let Some(path) = &config.outputs.json {
@@ -75,6 +78,16 @@ pub fn plan(args: &BenchArgs, out: &Out) -> Result<Status, Refusal> {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         say!(out, "arena of a rank: {} bytes ({:.1} MiB)", object.arena_bytes, mib(object.arena_bytes));
         say!(out, "each handle: {} bytes ({:.2} MiB)", object.handle_bytes, mib(object.handle_bytes));
+        let normal = object.deepep.normal_bytes.map_or_else(
+            || "has no configuration for so many ranks".to_string(),
+            |bytes| format!("asks for {bytes} bytes ({:.1} MiB)", mib(bytes)),
+        );
+        let low_latency = object.deepep.low_latency_bytes;
+        say!(
+            out,
+            "DeepEP for the same: its low-latency mode asks for {low_latency} bytes ({:.1} MiB), its normal mode {normal}",
+            mib(low_latency)
+        );
         say!(out, "{}", plan.explain());
         say!(out, "{}", nodes(&config.case));
     }
