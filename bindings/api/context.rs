@@ -348,9 +348,9 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch). `Argument` for another number of tokens than the handle's dispatch had; if
     /// one of the two was counted on the device, the call ends in [`Routing`](Error::Routing), and this rank's rows
     /// stay away. If ranks give handles of different dispatches, the context is closed by an [`Order`](Error::Order),
-    /// or by a `Timeout` that may come first. A handle that has not been received, or whose dispatch ended in `Capacity`, ends in an
-    /// `Order` that is not fatal; with the latter this rank sends its rows and places none. `Config` in a context with
-    /// [`in_place`](super::Tuning::in_place).
+    /// or by a `Timeout` that may come first. A handle that has not been received, or whose dispatch ended in
+    /// `Capacity`, ends in an `Order` that is not fatal; with the latter this rank sends its rows and places none.
+    /// `Config` in a context with [`in_place`](super::Tuning::in_place).
     pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {
         let input = self.check_again(handle, tokens)?;
         let mut needs = self.needs();
@@ -614,10 +614,10 @@ impl AllToAll {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
     }
 
-    /// Tokens of each source that a dispatch sent to each destination: `[source][destination]`, ranks of this generation
-    /// in order. They are the rows of [`Layout::Token`]; also where an output was too small for them. For tests and
-    /// tools: it reads the handle's memory back. Collective; every rank gives the handle of the same dispatch, whose
-    /// stream has passed it.
+    /// Tokens of each source that a dispatch sent to each destination: `[source][destination]`, ranks of this
+    /// generation in order. They are the rows of [`Layout::Token`]; also where an output was too small for them. For
+    /// tests and tools: it reads the handle's memory back. Collective; every rank gives the handle of the same
+    /// dispatch, whose stream has passed it.
     ///
     /// # Errors
     /// `Argument` for a handle of another context, or of a dispatch that has not been received; `Bootstrap` where a

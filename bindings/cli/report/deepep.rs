@@ -25,7 +25,7 @@ const MOST: u64 = 128;
 /// Half of the default number of SMs.
 const CHANNELS: u64 = 10;
 /// Bytes of what accompanies a row.
-const ROW_META: u64 = 8;
+const DESCRIBED: u64 = 8;
 /// Buffers are multiples of this.
 const ALIGN: u64 = 128;
 
@@ -65,7 +65,7 @@ fn low_latency(tokens: u64, hidden: u64, experts: u64) -> u64 {
 /// Buffers of NVLink, and between nodes of RDMA.
 fn normal(row_bytes: u64, ranks: u64, (nvlink, rdma): (u64, u64)) -> u64 {
     let (nodes, peers) = ((ranks / NODE).max(1), ranks.min(NODE));
-    let described = row_bytes + ROW_META + MOST * (8 + 4 + 4);
+    let described = row_bytes + DESCRIBED + MOST * (8 + 4 + 4);
     let of_nvlink = CHANNELS * peers * (nvlink * described + (2 * nodes + 3) * 4);
     let of_rdma = 2 * CHANNELS * nodes * (rdma * (described + 16) + (2 * NODE + 2) * 4) + (1 << 20);
     of_nvlink.next_multiple_of(ALIGN) + if ranks > NODE { of_rdma.next_multiple_of(ALIGN) } else { 0 }
