@@ -112,11 +112,11 @@
 //! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
 //!    this rule, in graph replays too: a call out of order does nothing and ends in [`Error::Order`].
 //! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order; `combine`
-//!    and `dispatch` contain these halves. A breach ends in an [`Error::Timeout`] that names this rule.
-//! 3. All ranks combine the same dispatches in the same order. A breach closes the context: with an [`Error::Order`],
+//!    and `dispatch` contain these halves, and `dispatch_again` and its halves count as dispatches. A breach ends in an [`Error::Timeout`] that names this rule.
+//! 3. All ranks combine the same dispatches in the same order, and dispatch again by the same ones. A breach closes the context: with an [`Error::Order`],
 //!    or between nodes with a `Timeout` that may come first.
-//! 4. All ranks enqueue the calls of one stream in the same order: a fused call, a receive and a barrier wait for the
-//!    other ranks' sends, and hold up what the stream has behind them. If rank 0 combines before it dispatches and rank
+//! 4. All ranks enqueue the calls of one stream in the same order: a fused call, a receive, a barrier and
+//!    `dispatch_send_counts` wait for the other ranks' sends, and hold up what the stream has behind them. If rank 0 combines before it dispatches and rank
 //!    1 dispatches before it combines, each on one stream, both wait until the deadline. On two streams they do not.
 //!    A breach ends in a `Timeout` that names this rule.
 //!
@@ -137,7 +137,7 @@
 //! | error | where | what outputs hold |
 //! |---|---|---|
 //! | [`Capacity`](Error::Capacity) | dispatch, on the rank whose output was too small | No row was written. `expert_count`, `row_count`, `host_counts` and the contiguous layout's `expert_offset` are 0; `row_expert` and `source` are -1. `needed` is the capacity that would have fitted |
-//! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch gives sums of zeros and reports no error; where the token count in device memory was out of range, it writes no rows |
+//! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch gives sums of zeros and reports no error; after [`dispatch_again`](AllToAll::dispatch_again) that is so only if the handle's own dispatch was refused; where the token count in device memory was out of range, it writes no rows |
 //! | [`Incomplete`](Error::Incomplete) | combine, on each rank with a token that had a row at a rank without room | The sums hold the parts of the other ranks |
 //!
 //! After `Capacity` and `Routing` the dispatch took place, and its handle is good. The other ranks did not get the
@@ -147,7 +147,7 @@
 //!
 //! # Graphs
 //!
-//! Every call can be captured. A capture records the call and runs nothing. Errors of a replay come from
+//! Every call but [`AllToAll::dispatch_send_counts`] can be captured. A capture records the call and runs nothing. Errors of a replay come from
 //! [`AllToAll::check`], as for an eager call. This example records a dispatch, experts and a combine, and replays them
 //! with other tokens:
 //!
@@ -217,7 +217,7 @@
 //! | [`Graph`] | its replays, at most for the longest deadline of its contexts and 5 s, or for 30 s if that is longer |
 //! | [`DeviceBuffer`], [`HostBuffer`] | nothing while a [`View`], a graph or an unfinished half of a call keeps the memory. The last of these frees it. A GPU's driver then waits for the GPU's work, without a deadline; the CPU device frees later instead |
 //! | [`Handle`], [`Stream`] | nothing; enqueued work goes on |
-//! | [`Sent`], [`CombineSent`] | nothing; but the call is abandoned, and the context can only be dropped |
+//! | [`Sent`], [`SentAgain`], [`CombineSent`] | nothing; but the call is abandoned, and the context can only be dropped |
 //! | [`Proxy`] | the end of its thread, about 100 ms, once the last clone and the last context of the proxy are gone |
 //! | [`World`] | the end of its thread, 500 ms at most, once the last clone and the last context of the world are gone and where ranks are processes. From then on collectives that need this rank fail: all of them, if it is rank 0 |
 //!

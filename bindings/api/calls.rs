@@ -177,6 +177,7 @@ pub struct Output {
     pub total_counts: Option<View>,
     /// int64 `[ranks]` of this generation, added to: nanoseconds for which the call waited until the counts of each
     /// rank were here, a rank that is late with its call included. Each round adds. Such calls take general kernels.
+    /// Of a call whose counts come first the sending half waits for them, which is not added.
     pub wait_times: Option<View>,
 }
 

@@ -274,7 +274,8 @@ impl AllToAll {
     /// # Errors
     /// Whatever [`check`](Self::check) returns, of this dispatch too: after an error that is not fatal ask again.
     /// `Argument` for a `Sent` of another context, or of a call without counts. `Device` once `timeout` has passed,
-    /// after which the dispatch goes on; `Interrupted`.
+    /// after which the dispatch goes on; `Interrupted`. A dispatch that was sent out of order has no counts: `Order`
+    /// comes once, and then `Device`.
     pub fn counts(&self, sent: &Sent, timeout: Duration) -> Result<Counts> {
         self.check()?;
         self.own("sent", sent.context)?;
@@ -297,7 +298,8 @@ impl AllToAll {
         })?;
         found.unwrap_or_else(|| {
             let what = format!("the counts of a dispatch had not come after {timeout:?}");
-            let advice = "a rank has not sent its dispatch yet, or this rank's stream has not reached it; wait longer";
+            let advice = "a rank has not sent its dispatch yet, or this rank's stream has not reached it, so wait longer; \
+                          or this dispatch ended in Order, and has no counts";
             Err(Error::device(what, advice))
         })
     }
@@ -634,8 +636,8 @@ impl AllToAll {
         Ok((0..columns.len()).map(|source| columns.iter().map(|column| cell(column, source)).collect()).collect())
     }
 
-    /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None`
-    /// as [`dispatch_statistics`](Self::dispatch_statistics).
+    /// Bytes of rows that the last dispatch with choices sent to each rank of the node, and by each rail to the other
+    /// nodes; `None` as [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
         let statistics = self.open.memory.statistics.as_ref()?;
         let bytes = self.plan.slot_bytes as u64;

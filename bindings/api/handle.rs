@@ -477,7 +477,7 @@ impl fmt::Debug for Handle {
 
 /// A dispatch by an earlier handle in flight: [`AllToAll::dispatch_again_recv`](super::AllToAll::dispatch_again_recv)
 /// takes it. It owns the memory it refers to, the handle's memory included. Until it is received, the launch of a graph
-/// that dispatches into the same handle is refused. Dropping it abandons the dispatch, as with [`Sent`].
+/// that uses the same handle is refused. Dropping it abandons the dispatch, as with [`Sent`].
 #[must_use = "a dispatch that is sent must be received before the next one"]
 pub struct SentAgain {
     pub(crate) handle: Handle,

@@ -156,9 +156,10 @@ fn describe(
         raw::TY_ERROR_TOKEN_COUNT => {
             routing(format!("the device's token count is {}, allowed are 0 to {}", record.a as i64, record.b))
         }
-        raw::TY_ERROR_OTHER_COUNT => {
-            routing(format!("the call has {} tokens, and the handle's dispatch had {}", record.a as i64, record.b))
-        }
+        raw::TY_ERROR_OTHER_COUNT => routing(format!(
+            "the call has {} tokens, and the handle's dispatch had {}, as it must",
+            record.a as i64, record.b
+        )),
         raw::TY_ERROR_CAPACITY => {
             let what = match record.c as u32 {
                 raw::TY_LAYOUT_CONTIGUOUS => "the contiguous output",
@@ -250,19 +251,32 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
 
 fn pairing_problem(record: &raw::ty_error_record, combines: bool, rank: Rank, peer: Rank) -> String {
     let (number, own) = (record.epoch, record.a);
-    let (call, verb) = if combines { ("combine", "combine") } else { ("dispatch", "give handles of") };
     // The number with the peer's 31 low bits that is nearest to the own number.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
-    if peer == rank && combines {
+    if !combines {
+        // No dispatch has the number 0.
+        let of = |number: u64| match number {
+            0 => "choices".to_owned(),
+            number => format!("the handle of dispatch {number}"),
+        };
+        let theirs = if record.b == 0 { 0 } else { theirs };
+        return format!(
+            "dispatch {number} was given {} here and {} on rank {peer}, so this context is closed; all ranks must give \
+             handles of the same dispatch, or all must give choices",
+            of(own),
+            of(theirs)
+        );
+    }
+    if peer == rank {
         return format!(
             "the handle of combine {number}, whose dispatch was {own}, was dispatched into again before the combine was \
              over, so this context is closed; launch graphs that hold the dispatch after the combine"
         );
     }
     format!(
-        "{call} {number} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
-         this context is closed; all ranks must {verb} the same dispatches in the same order"
+        "combine {number} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
+         this context is closed; all ranks must combine the same dispatches in the same order"
     )
 }
 
@@ -336,7 +350,14 @@ mod tests {
         let record = raw::ty_error_record { epoch: 3, a: 9, b: 8, ..Default::default() };
         assert!(pairing_problem(&record, true, Rank(4), Rank(4)).contains("dispatched into again"));
         let again = pairing_problem(&record, false, Rank(0), Rank(4));
-        assert!(again.contains("dispatch 3 was given the handle of dispatch 9 here") && again.contains("give handles"));
+        assert!(
+            again.contains("dispatch 3 was given the handle of dispatch 9 here") && again.contains("dispatch 8 on")
+        );
+        let record = raw::ty_error_record { epoch: 3, a: 0, b: 8, ..Default::default() };
+        let mixed = pairing_problem(&record, false, Rank(0), Rank(4));
+        assert!(mixed.contains("given choices here and the handle of dispatch 8 on rank 4"), "{mixed}");
+        let record = raw::ty_error_record { epoch: 3, a: 9, b: 0, ..Default::default() };
+        assert!(pairing_problem(&record, false, Rank(0), Rank(4)).contains("dispatch 9 here and choices on rank 4"));
     }
 
     #[test]

@@ -198,8 +198,8 @@ pub struct BenchArgs {
     /// the host learns how many rows come, for outputs of exactly as many [default: fused]
     #[arg(long, value_name = "fused|split|graph|counts", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
-    /// As --mode counts
-    #[arg(long, conflicts_with = "mode")]
+    /// As --mode counts, which it takes the place of
+    #[arg(long)]
     pub counts_first: bool,
     /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else the fewest within 1 %]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_SMS))]

@@ -21,7 +21,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 ///
 /// The epoch is the number of a call. Dispatches, combines and barriers of a context are counted separately, each
 /// from 1 ([`Tuning::first_epoch`](crate::Tuning::first_epoch)). A call takes the next number as it runs, eager or
-/// replayed, whatever error it ends in; only a call that was refused (`Argument`, `Order`) takes none. So ranks that
+/// replayed, whatever error it ends in; only a call that was refused (`Argument`, `Order` of calls) takes none. So ranks that
 /// make the same calls count alike. Where calls go in several [rounds](crate::AllToAll::rounds), `Routing` and
 /// [`refused_sources`](crate::AllToAll::refused_sources) count calls, and the other errors count rounds.
 ///
@@ -54,7 +54,7 @@ pub enum Error {
     /// The device found unusable routing input on this rank, which sent no tokens in that dispatch. Never fatal. The
     /// dispatch took place, and its handle is to be combined as on the other ranks: see [Errors](crate#errors).
     #[error(
-        "rank {rank}, dispatch {epoch}: {problem}; nothing was sent and peers went on; correct the routing and call again"
+        "rank {rank}, dispatch {epoch}: {problem}; nothing was sent and peers went on; correct that in the next call"
     )]
     #[non_exhaustive]
     Routing {
@@ -226,7 +226,7 @@ fn order_advice(fatal: bool) -> &'static str {
     if fatal {
         "build a new context"
     } else {
-        "receive a dispatch before its combine, and each half before the next send of its kind"
+        "receive a dispatch before its handle is used, and each half before the next send of its kind"
     }
 }
 
@@ -429,7 +429,7 @@ mod tests {
                 false,
                 &["rank 71", "combine 5", "give rank 72 a larger output"],
             ),
-            (order, false, true, &["rank 71", "dispatch 9 twice", "receive a dispatch before its combine"]),
+            (order, false, true, &["rank 71", "dispatch 9 twice", "receive a dispatch before its handle is used"]),
             (
                 Error::Generation { rank: OWN, generation: 3, newest: 4 },
                 true,

@@ -248,8 +248,8 @@ impl Recording {
         if self.uses.iter().any(|last| last.halves.load(Ordering::Relaxed) != 0) {
             return Err(Error::argument(
                 "graph",
-                "recorded with the handle of a combine that is sent and not received",
-                "enqueue combine_recv first",
+                "recorded with the handle of a combine, or of a dispatch again, that is sent and not received",
+                "enqueue its receiving half first",
             ));
         }
         Ok(())

@@ -48,24 +48,20 @@ TY_DEVICE u32 tokens_sent(const DispatchArgs auto &a) {
   return smaller(tokens, a.context.max_tokens);
 }
 
-// Whether the call has another number of tokens, `found`; reported by one thread of the rank.
-TY_DEVICE bool differs_in_tokens(const DispatchArgs auto &a, u64 epoch, i32 found) {
+// Whether the call has another number of tokens, `found`; reported by one thread of the rank in the first round.
+// `closed`: as finds_closed.
+TY_DEVICE bool differs_in_tokens(const DispatchArgs auto &a, const Round &round, i32 found, bool closed) {
   const ty_handle_head *head = head_of(a);
   u32 tokens = load(&head->own_tokens);
   if (load(&head->own_bad) || static_cast<u32>(found) == tokens) return false;
-  if (block_index() == 0 && thread_index() == 0)
-    keep_fault({TY_ERROR_OTHER_COUNT, 0, a.context.rank, epoch, static_cast<u64>(static_cast<i64>(found)), tokens, 0});
+  if (round.number == 0 && !closed && block_index() == 0 && thread_index() == 0)
+    keep_fault(
+        {TY_ERROR_OTHER_COUNT, 0, a.context.rank, round.call, static_cast<u64>(static_cast<i64>(found)), tokens, 0});
   return true;
 }
 
 // The number of the handle's dispatch, as combine flags have it; never 0 here.
 TY_DEVICE u32 again_status(const DispatchArgs auto &a) { return static_cast<u32>(load(&head_of(a)->epoch)) << 1 | 1; }
-
-// Closes the context since a rank gave the handle of another dispatch. By a thread.
-TY_DEVICE void refuse_other(const DispatchArgs auto &a, u64 epoch, u32 peer, u32 theirs) {
-  keep_fault({TY_ERROR_PAIRING, 0, peer, epoch, load(&head_of(a)->epoch), theirs >> 1, 0});
-  close(a.context);
-}
 
 // Whether a node peer has raised N1 for the handle of another dispatch; its rows may then never come. By a thread.
 TY_DEVICE bool gave_other(const DispatchArgs auto &a, u64 epoch, u32 source) {
@@ -75,7 +71,7 @@ TY_DEVICE bool gave_other(const DispatchArgs auto &a, u64 epoch, u32 source) {
   u64 seen = load_relaxed_sys(flag);
   u32 theirs = static_cast<u32>(seen);
   if (seen >> 32 != (epoch & 0xffffffffu) || theirs == again_status(a)) return false;
-  refuse_other(a, epoch, source, theirs);
+  refuse_other(a, epoch, source, again_status(a), theirs);
   return true;
 }
 
@@ -171,12 +167,6 @@ TY_DEVICE bool comes_again(const DispatchArgs auto &a, const Round &round, u32 j
   const ty_wire_head *head = wire_head(a.context, TY_DIRECTION_DISPATCH, round.epoch, j);
   Range range = range_again(a, round, j);
   return load(&head->status) == TY_STATUS_OK && load(&head->rows) == range.end - range.first;
-}
-
-// Compares the dispatch that a message's head names with the handle's. By a thread.
-TY_DEVICE void compare_head(const DispatchArgs auto &a, u64 epoch, u32 j) {
-  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch);
-  if (theirs != again_status(a)) refuse_other(a, epoch, served_source(a.context, j), theirs);
 }
 
 // ---- placing -----------------------------------------------------------------------------------------------------
@@ -275,7 +265,10 @@ TY_DEVICE Arrival wait_again(const DispatchArgs auto &a, const Kept &kept, const
   warp_barrier();
   if (warp_ballot(failed)) return Arrival::failed;
   if (from == RowFrom::arrived) absent = !comes_again(a, round, link_of_source(c, item.source));
-  return warp_ballot(absent) ? Arrival::absent : Arrival::here;
+  if (!warp_ballot(absent)) return Arrival::here;
+  // The source has reported the error to its own host.
+  if (from != RowFrom::own && lane_index() == 0) note_refused(c, item.source, round.call);
+  return Arrival::absent;
 }
 
 } // namespace ty

@@ -263,7 +263,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
     if (inter_node && forwards && !wait_head(c, team, round, j)) return false;
     if (inter_node && forwards && goes_again(a)) {
-      if (pair == c.local && team_thread(team) == 0) compare_head(a, round.epoch, j);
+      if (pair == c.local && team_thread(team) == 0) compare_head(a, round.epoch, j, again_status(a));
       publish_sent(c, team, round, pair, served_source(c, j));
       team_barrier(team);
       continue;
@@ -362,7 +362,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
   if (in_place(c) && (!dedicated || is_dedicated) && !plan_targets(a, round.epoch)) return;
   u32 busy = busy_blocks(a, round, tokens), refused = 0;
   bool begins = inter_node && (a.phases & TY_PHASE_SEND) != 0;
-  if (goes_again(a) && (a.phases & TY_PHASE_SEND)) refused = differs_in_tokens(a, round.call, found) ? 1 : 0;
+  if (goes_again(a) && (a.phases & TY_PHASE_SEND)) refused = differs_in_tokens(a, round, found, closed) ? 1 : 0;
   if (begins && !begin_messages(a, round, found, refused)) return;
   // Most blocks have nothing to announce, and start carrying rows at once.
   bool skips = begins && block_index() >= busy;

@@ -492,6 +492,8 @@ TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, Place
                              bool closed) {
   const auto &c = a.context;
   bool received = goes_again(a) || wait_counts(a, team, shared, round, closed);
+  // There the team agrees on whether the context is closed; here it does so where nothing is awaited.
+  if (goes_again(a)) received = meet_open(c, team, closed);
   if (received) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NOTIFIED, team_thread(team) == 0);
     if (goes_again(a)) plan_again(a, team, shared, round);

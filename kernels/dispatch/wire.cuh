@@ -195,7 +195,7 @@ TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Ro
   if (thread_index() == 0) {
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
     write_wire_head(message, round.epoch, status, own.shape, c.rank);
-    if (goes_again(a)) store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, number);
+    store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, number);
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
     count_packed(c, TY_DIRECTION_DISPATCH, round.epoch, link, own.shape, 0, packed_head);
   }
@@ -293,6 +293,13 @@ TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Round &r
   return !team_any(team, failed);
 }
 
+// Closes the context if the head of source j's message names another handle's dispatch than `own`, as again_status; 0:
+// none, as this rank was given choices. By a thread.
+TY_DEVICE void compare_head(const DispatchArgs auto &a, u64 epoch, u32 j, u32 own) {
+  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch);
+  if (theirs != own) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
+}
+
 // Publishes what accompanies the metadata of a tile of source j's rows for one rank of this node, after wait_head:
 // where the round ends, and with the call's first message the rows' numbers at their source. By a team.
 TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, const Round &round, const Choices &in,
@@ -303,7 +310,10 @@ TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, con
   Meta meta = meta_of(c, destination, source, round.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
   if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + round.number, meta_word(round.call, rows.end));
-  if (leads && keeps) store(round_starts(c, a.handle.rail_rows, j) + round.number + 1, rows.end);
+  if (leads && keeps) {
+    store(round_starts(c, a.handle.rail_rows, j) + round.number + 1, rows.end);
+    compare_head(a, round.epoch, j, 0);
+  }
   if (round.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
@@ -338,7 +348,11 @@ TY_DEVICE u32 link_of_source(const Context auto &c, u32 source) { return source 
 // The ranks of this node that need a row, which is number `call_row` of the call. By a warp.
 TY_DEVICE u64 arrived_ranks(const DispatchArgs auto &a, const Round &round, u32 j, u32 row, u32 call_row) {
   // Headers come once; the masks of later rounds were kept.
-  if (round.number != 0 || goes_again(a)) return rail_masks(a.context, a.handle, j).at(call_row);
+  if (round.number != 0 || goes_again(a)) {
+    RankMasks masks = rail_masks(a.context, a.handle, j);
+    if (!goes_again(a) || !handle_may_change(a.context)) return masks.at(call_row);
+    return shuffle(lane_index() == 0 ? masks.at(call_row) : 0, 0);
+  }
   return warp_ranks_of(a.context, wire_choices(a.context, round.epoch, j), row);
 }
 

@@ -88,8 +88,8 @@
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
 #define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
-#define TY_ERROR_PAIRING 10          // peer, a: the dispatch of this rank's handle, b: 31 bits of the peer's; fatal
-#define TY_ERROR_OTHER_COUNT 11      // a: count found, b: count of the handle's dispatch
+#define TY_ERROR_PAIRING 10     // peer, a: the dispatch of this rank's handle, b: 31 bits of the peer's, 0: none; fatal
+#define TY_ERROR_OTHER_COUNT 11 // a: count found, b: count of the handle's dispatch
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -201,7 +201,8 @@ typedef struct ty_wire_head {
   uint32_t rows;     // rows that follow
   uint32_t rank;     // with TY_STATUS_INCOMPLETE: whose rows are missing
   uint32_t headers;  // row headers that come first: of all rows of the call, in its first round
-  uint32_t dispatch; // of sums: number of the dispatch that is combined, as in combine flags
+  uint32_t dispatch; // of sums: number of the dispatch that is combined, as in combine flags; of rows that go by an
+                     // earlier handle: again_status, else 0
   uint32_t reserved;
 } ty_wire_head;
 

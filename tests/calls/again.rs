@@ -6,6 +6,7 @@ use crate::rig;
 use std::time::Duration;
 
 use rig::*;
+use tokenyard::internals::kernels::{SeededConfig, seeded_world};
 use tokenyard::*;
 
 const PITCH: usize = HIDDEN * 2;
@@ -164,6 +165,7 @@ fn other_count(world: &World, rig: &Rig) {
     let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
     rig.stream.synchronize(PATIENCE).unwrap();
     let first = read(&rig.rows);
+    let mut last = 0;
     for wrong in [-1, 0, MAX_TOKENS as i32 - 1, MAX_TOKENS as i32 + 1] {
         second.fill(rig, MAX_TOKENS, 7);
         let count = if rig.rank == 1 { wrong } else { MAX_TOKENS as i32 };
@@ -176,9 +178,16 @@ fn other_count(world: &World, rig: &Rig) {
             Err(error) => {
                 let text = error.to_string();
                 assert!(text.contains(&format!("the call has {wrong} tokens")) && text.contains("had 4"), "{text}");
+                assert_eq!(rig.ep.check(), Ok(()), "reported once");
                 assert!(matches!(error, Error::Routing { rank: Rank(1), .. }) && rig.rank == 1, "{error}");
             }
-            Ok(()) => assert_ne!(rig.rank, 1),
+            Ok(()) => {
+                assert_ne!(rig.rank, 1);
+                // Each rank has some token of each other, and learns which dispatch had none.
+                let refused = rig.ep.refused_sources();
+                assert!(refused.len() == 1 && refused[0].0 == Rank(1) && refused[0].1 > last, "{refused:?}, {last}");
+                last = refused[0].1;
+            }
         }
         // What the other ranks sent is here.
         let theirs = |row: &[u8]| !(0..MAX_TOKENS).any(|token| Rig::row_of(1, token, 1) == row);
@@ -233,7 +242,10 @@ fn handles_of_two_dispatches_close_the_context() {
             let text = error.to_string();
             assert!(error.is_fatal(), "{text}");
             if sizes == [2] {
-                assert!(matches!(error, Error::Order { .. }) && text.contains("give handles of the same"), "{text}");
+                assert!(
+                    matches!(error, Error::Order { .. }) && text.contains("handles of the same dispatch"),
+                    "{text}"
+                );
             }
         });
     }
@@ -338,4 +350,67 @@ fn what_cannot_go_again_is_refused() {
         let again = rig.ep.dispatch_again(&rig.stream, &handle, &new_rows(&rig, 3), &second.placed());
         assert!(matches!(&again, Err(Error::Config { .. })), "{again:?}");
     });
+}
+
+/// A context is closed by a combine while dispatches by a handle begin beside it: its threads agree on that.
+#[test]
+fn threads_agree_whether_their_context_is_closed() {
+    for seed in 0..200 {
+        let worlds = World::threads(2).unwrap();
+        let report = seeded_world(SeededConfig { seed, hold_stores: false }, 2, |rank, device| {
+            let rig = Rig::on(&worlds[rank], device.clone(), |builder| {
+                let builder = builder.timeout(Duration::from_millis(500)).sms(2 + 2 * (seed % 2) as u32);
+                builder.tuning(|t| t.compact_handles = Some(false))
+            });
+            rig.route_all(seed as usize);
+            let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+            let dispatch = || rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+            let (handles, third) = ([dispatch(), dispatch()], dispatch());
+            let (beside, second) = (device.new_stream().unwrap(), Second::new(&rig));
+            rig.stream.synchronize(PATIENCE).unwrap();
+            for _ in 0..3 {
+                let _ = rig.ep.dispatch_again(&beside, &third, &new_rows(&rig, MAX_TOKENS), &second.placed());
+            }
+            // Of another dispatch on each rank, which closes the context.
+            let _ = rig.ep.combine(&rig.stream, &handles[rank], &rig.expert_rows(), &rig.combined());
+            [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+        });
+        assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
+    }
+}
+
+/// One rank gives a handle and the other choices. Messages carry no number of an earlier dispatch.
+#[test]
+fn handles_and_choices_of_one_call_close_the_context() {
+    for handle_on in [0, 1] {
+        nodes::on_nodes(&[1, 1], |world, network| {
+            let proxy = nodes::proxy(network, &world, 1500);
+            let rig = nodes::rig(&world, &proxy);
+            let second = Second::new(&rig);
+            // Rank 0 has no tokens, so none is missed of it.
+            let count = rig.rank * MAX_TOKENS;
+            rig.route_all(1);
+            let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(count), &rig.output(rig.capacity)).unwrap();
+            let again = |handle: &Handle| {
+                rig.ep.dispatch_again(&rig.stream, handle, &new_rows(&rig, count), &second.placed()).unwrap();
+            };
+            let handle = dispatch();
+            again(&handle);
+            drop(dispatch());
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            world.barrier("alike so far").unwrap();
+            if rig.rank == handle_on {
+                again(&handle);
+            } else {
+                drop(dispatch());
+            }
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err();
+            assert!(error.is_fatal(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("choices") || matches!(error, Error::Timeout { .. }), "{text}");
+            world.barrier("all are closed").unwrap();
+        });
+    }
 }

@@ -182,7 +182,14 @@ impl Config {
         let combine_dtype = args.combine_dtype.unwrap_or(Dtype::Bf16);
         let (tokens, max_tokens) = sweep(args)?;
         let cuda = device == DeviceWord::Cuda;
-        let mode = if args.counts_first { Mode::Counts } else { or_default(args.mode, Mode::Fused) };
+        let mode = match (args.counts_first, args.mode) {
+            (true, Some(mode)) if mode != Mode::Counts => {
+                let advice = "counts come first in calls of their own; leave out --mode or --counts-first";
+                return Err(Refusal::of("--counts-first with --mode", mode.name(), advice));
+            }
+            (true, _) => Mode::Counts,
+            (false, mode) => or_default(mode, Mode::Fused),
+        };
         let mut case = Case {
             world,
             nodes,
