@@ -112,13 +112,14 @@
 //! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
 //!    this rule, in graph replays too: a call out of order does nothing and ends in [`Error::Order`].
 //! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order; `combine`
-//!    and `dispatch` contain these halves, and `dispatch_again` and its halves count as dispatches. A breach ends in an [`Error::Timeout`] that names this rule.
-//! 3. All ranks combine the same dispatches in the same order, and dispatch again by the same ones. A breach closes the context: with an [`Error::Order`],
-//!    or between nodes with a `Timeout` that may come first.
+//!    and `dispatch` contain these halves, and `dispatch_again` and its halves count as dispatches. A breach ends in an
+//!    [`Error::Timeout`] that names this rule.
+//! 3. All ranks combine the same dispatches in the same order, and dispatch again by the same ones. A breach closes the
+//!    context: with an [`Error::Order`], or between nodes with a `Timeout` that may come first.
 //! 4. All ranks enqueue the calls of one stream in the same order: a fused call, a receive, a barrier and
-//!    `dispatch_send_counts` wait for the other ranks' sends, and hold up what the stream has behind them. If rank 0 combines before it dispatches and rank
-//!    1 dispatches before it combines, each on one stream, both wait until the deadline. On two streams they do not.
-//!    A breach ends in a `Timeout` that names this rule.
+//!    `dispatch_send_counts` wait for the other ranks' sends, and hold up what the stream has behind them. If rank 0
+//!    combines before it dispatches and rank 1 dispatches before it combines, each on one stream, both wait until the
+//!    deadline. On two streams they do not. A breach ends in a `Timeout` that names this rule.
 //!
 //! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
 //! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one after
@@ -147,9 +148,9 @@
 //!
 //! # Graphs
 //!
-//! Every call but [`AllToAll::dispatch_send_counts`] can be captured. A capture records the call and runs nothing. Errors of a replay come from
-//! [`AllToAll::check`], as for an eager call. This example records a dispatch, experts and a combine, and replays them
-//! with other tokens:
+//! Every call but [`AllToAll::dispatch_send_counts`] can be captured. A capture records the call and runs nothing.
+//! Errors of a replay come from [`AllToAll::check`], as for an eager call. This example records a dispatch, experts and
+//! a combine, and replays them with other tokens:
 //!
 //! ```
 //! # use tokenyard::{AllToAll, Combined, Device, Layout, Output, Rows, TokenCount, Tokens, World};

@@ -19,9 +19,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 ///
 /// # Epochs
 ///
-/// The epoch is the number of a call. Dispatches, combines and barriers of a context are counted separately, each
-/// from 1 ([`Tuning::first_epoch`](crate::Tuning::first_epoch)). A call takes the next number as it runs, eager or
-/// replayed, whatever error it ends in; only a call that was refused (`Argument`, `Order` of calls) takes none. So ranks that
+/// The epoch is the number of a call. Dispatches, combines and barriers of a context are counted separately, each from
+/// 1 ([`Tuning::first_epoch`](crate::Tuning::first_epoch)). A call takes the next number as it runs, eager or replayed,
+/// whatever error it ends in; only a call that was refused (`Argument`, `Order` of calls) takes none. So ranks that
 /// make the same calls count alike. Where calls go in several [rounds](crate::AllToAll::rounds), `Routing` and
 /// [`refused_sources`](crate::AllToAll::refused_sources) count calls, and the other errors count rounds.
 ///
@@ -415,7 +415,7 @@ mod tests {
                 Error::Routing { rank: OWN, epoch: 5, problem: "expert 99".into() },
                 false,
                 false,
-                &["rank 71", "dispatch 5", "expert 99", "correct the routing"],
+                &["rank 71", "dispatch 5", "expert 99", "correct that in the next call"],
             ),
             (
                 Error::Capacity { rank: OWN, epoch: 5, what: "the output", needed: 33, given: 32 },

@@ -52,8 +52,8 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         ("count", 4),
         ("scales", MAX_TOKENS * 4),
         ("rows", ROWS * COLUMNS),
-        ("expert_count", rig::EXPERTS * 4),
         ("output scales", ROWS * 4),
+        ("expert_count", rig::EXPERTS * 4),
         ("expert_offset", (rig::EXPERTS + 1) * 4),
         ("row_expert", ROWS * 4),
         ("source", ROWS * 8),
@@ -71,7 +71,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
     let (stream, memory) = (device.new_stream().unwrap(), device.alloc((parts.len() + 1) * VIEW).unwrap());
     judge(&memory.view(), &parts, 5, |views| {
         let [x, idx, weight, count, scales, output @ ..] = views else { unreachable!() };
-        let [rows, expert_count, out_scales, offset, row_expert, source, output @ ..] = output else { unreachable!() };
+        let [rows, out_scales, expert_count, offset, row_expert, source, output @ ..] = output else { unreachable!() };
         let [experts, weights, row_count, host_counts, ranges, totals, waits] = output else { unreachable!() };
         // What overlaps among inputs alone may have been bad routing.
         let _ = ep.check();
@@ -93,6 +93,38 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
             .total_counts(totals.clone())
             .wait_times(waits.clone());
         ep.dispatch(&stream, &tokens, &output)?;
+        stream.synchronize(PATIENCE)
+    });
+}
+
+#[test]
+fn rows_that_go_again_lie_in_no_other_memory_of_the_call() {
+    const COLUMNS: usize = 128;
+    let parts = [
+        ("x", MAX_TOKENS * COLUMNS),
+        ("count", 4),
+        ("scales", MAX_TOKENS * 4),
+        ("rows", ROWS * COLUMNS),
+        ("output scales", ROWS * 4),
+    ];
+    let world = World::threads(1).unwrap().remove(0);
+    let device = test_device(&world);
+    let ep = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32).build().unwrap();
+    let (stream, memory) = (device.new_stream().unwrap(), device.alloc((parts.len() + 1) * VIEW).unwrap());
+    let spare = device.alloc(8 * VIEW).unwrap();
+    let part = |at: usize| spare.slice(at * VIEW, VIEW).unwrap();
+    let tokens = Tokens::new(part(0), part(1), TokenCount::Host(0)).topk_weight(part(2));
+    let tokens = tokens.scales(ScaleView::new(part(3), 4, 4));
+    let output = Output::new(Layout::Token { capacity: ROWS }, part(4), part(5)).scales(part(6));
+    let handle = ep.dispatch(&stream, &tokens, &output).unwrap();
+    judge(&memory.view(), &parts, 3, |views| {
+        let [x, count, scales, rows, out_scales] = views else { unreachable!() };
+        // What overlaps among inputs alone may have been another count.
+        let _ = ep.check();
+        memory.fill(0).unwrap();
+        let tokens = NewRows::new(x.clone(), TokenCount::Device(count.clone()));
+        let tokens = tokens.scales(ScaleView::new(scales.clone(), 4, 4));
+        ep.dispatch_again(&stream, &handle, &tokens, &Placed::new(rows.clone()).scales(out_scales.clone()))?;
         stream.synchronize(PATIENCE)
     });
 }

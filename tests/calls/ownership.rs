@@ -332,7 +332,7 @@ fn a_graph_is_refused_between_the_halves_of_a_combine_with_its_handle() {
             graph.launch(&rig.stream).unwrap();
             let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
             let error = graph.launch(&rig.stream).unwrap_err();
-            assert!(error.to_string().contains("enqueue combine_recv first") && !error.is_fatal(), "{error}");
+            assert!(error.to_string().contains("enqueue its receiving half first") && !error.is_fatal(), "{error}");
             rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();

@@ -60,7 +60,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
             "--capacity",
         ),
         ("bench --capacity 0", "--capacity is `0`", "whole number"),
-        ("bench --mode eager", "--mode is `eager`", "fused, split or graph"),
+        ("bench --mode eager", "--mode is `eager`", "fused, split, graph or counts"),
         ("bench --device cpu --sms 1", "--sms is `1`", "at least 2"),
         ("bench --iters 0", "--iters is `0`", "whole number"),
         ("bench --warmup -1", "--warmup is `-1`", "whole number"),
@@ -153,7 +153,7 @@ fn plan_lists_every_buffer_without_gaps() {
         assert_eq!(buffer.as_object().unwrap().len(), 3);
     }
     assert_eq!(plan["arena_bytes"].as_u64(), Some(next));
-    assert_eq!(plan.as_object().unwrap().len(), 3);
+    assert_eq!(plan.as_object().unwrap().len(), 4);
     // 128 tokens of the V3 shape.
     assert!(next <= 256 << 20);
     let bytes = |options: &str| {

@@ -12,20 +12,19 @@ use tokenyard::{Error, Result};
 use super::calls::Caller;
 use super::hold::word;
 
-/// Timed flags, and untimed ones before them.
-const REPEATS: u64 = 1000;
-const WARMUP: u64 = 50;
+/// Untimed flags before those that are timed.
+const WARMUP: u64 = 5;
 
-/// Times from before a launch to the look that sees the flag, in µs.
+/// Times of `repeats` flags from before a launch to the look that sees the flag, in µs.
 ///
 /// # Errors
 /// Any error of the device, or a flag that is not seen after `patience`.
-pub fn times(caller: &Caller, patience: Duration) -> Result<Vec<f64>> {
+pub fn times(caller: &Caller, repeats: usize, patience: Duration) -> Result<Vec<f64>> {
     let stream = &caller.stream;
     // A meeting of one rank: its word is the flag.
     let words = stream.device().alloc_host(2 * size_of::<u64>())?;
     let mut times = Vec::new();
-    for number in 1..=WARMUP + REPEATS {
+    for number in 1..=WARMUP + repeats as u64 {
         stream.synchronize(patience)?;
         let began = Instant::now();
         bench::meet(stream, &words.view(), (0, 1), number, patience)?;

@@ -76,7 +76,7 @@ pub fn run(
         return Ok(result);
     }
     if job.measured && job.case.mode == Mode::Counts {
-        result.flag_us = flag::times(&rank.caller, job.patience())?;
+        result.flag_us = flag::times(&rank.caller, job.case.iters, job.patience())?;
     }
     if job.measured && gpu {
         let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
