@@ -157,6 +157,11 @@ section_checks() {
   check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" contexts:: --test-threads=1
   check aliasing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" aliasing:: --test-threads=1
   check in_place env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" in_place:: --test-threads=1
+  # Those of one node: the simulated network of the others reaches no GPU's memory.
+  check counts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" counts::outputs_have counts::counts_wait \
+    counts::a_rank_that counts::unusable counts::an_output counts::counts_that --test-threads=1
+  check again env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" again::rows_go_where again::handles_that \
+    again::what_cannot --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
   check overlap "$dir/calls" overlap::graphs_of_another_library
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/transport" gpu_nic::contexts gpu_nic::arenas --test-threads=1
