@@ -32,8 +32,6 @@ GROUPS = [
         ("another count is reported in every round", "kernels/dispatch/again.cuh", "if (round.number == 0 && !closed &&", "if (!closed &&"),
         ("handles of different dispatches go together", "kernels/dispatch/again.cuh",
          "theirs == again_status(a)) return false;", "theirs != 0) return false;"),
-        ("refused routing goes again", "kernels/dispatch/again.cuh",
-         "u32 tokens = load(&head->own_bad) ? 0 : load(&head->own_tokens);", "u32 tokens = load(&head->own_tokens);"),
         ("lists of compact handles are read one short", "kernels/dispatch/again.cuh",
          "k < c.top_k && next != 0", "k + 1 < c.top_k && next != 0"),
         ("a count of the host is not compared", "bindings/api/context.rs", "if own != *count => {", "if own > *count + 99 => {"),
