@@ -215,7 +215,7 @@ impl AllToAll {
         let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
         let args = dispatch_args(lease.raw(), input, out, None);
-        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args))?;
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, false))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input, None)?, output))
     }
@@ -262,7 +262,7 @@ impl AllToAll {
         let counts = if counted { lease.counts()? } else { None };
         call.keep(tokens.views());
         let args = dispatch_args(lease.raw(), input, raw::ty_output::default(), counts.as_ref());
-        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args)?;
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, false)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input, counts)
     }
@@ -335,7 +335,7 @@ impl AllToAll {
         let args = dispatch_args(sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, round, &args)
+            self.launch_dispatch(&call, phases, round, &args, false)
         })?;
         Ok(self.handle(sent, output))
     }
@@ -354,15 +354,14 @@ impl AllToAll {
     /// `Capacity`, ends in an `Order` that is not fatal; with the latter this rank sends its rows and places none.
     /// `Config` in a context with [`in_place`](super::Tuning::in_place).
     pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {
-        let input = self.check_again(handle, tokens)?;
         let mut needs = self.needs();
-        tokens.check(&mut needs)?;
+        let input = self.check_again(handle, tokens, &mut needs)?;
         let out = self.check_placed(handle, output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&handle.lease)?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(self.handle_again(handle, self.open.pool.number()), input, out, None);
-        self.in_rounds(&call, |round| self.launch_again(&call, BOTH_PHASES, round, &args))?;
+        let args = dispatch_args(Self::handle_again(handle, self.open.pool.number()), input, out, None);
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, true))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -373,13 +372,13 @@ impl AllToAll {
     /// # Errors
     /// As for [`dispatch_again`](Self::dispatch_again).
     pub fn dispatch_again_send(&self, stream: &Stream, handle: &Handle, tokens: &NewRows) -> Result<SentAgain> {
-        let input = self.check_again(handle, tokens)?;
+        let input = self.check_again(handle, tokens, &mut self.needs())?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&handle.lease)?;
         call.keep(tokens.views());
         let number = self.open.pool.number();
-        let args = dispatch_args(self.handle_again(handle, number), input, raw::ty_output::default(), None);
-        self.launch_again(&call, raw::TY_PHASE_SEND, 0, &args)?;
+        let args = dispatch_args(Self::handle_again(handle, number), input, raw::ty_output::default(), None);
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, true)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
         Ok(SentAgain { handle: handle.clone(), call: number, tokens: input, views, _half: call.half(&handle.lease) })
@@ -412,15 +411,15 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(NewRows::views).chain(output.views()));
-        let args = dispatch_args(self.handle_again(&sent.handle, sent.call), sent.tokens, out, None);
+        let args = dispatch_args(Self::handle_again(&sent.handle, sent.call), sent.tokens, out, None);
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_again(&call, phases, round, &args)
+            self.launch_dispatch(&call, phases, round, &args, true)
         })
     }
 
     /// Checks what a dispatch by an earlier handle sends.
-    fn check_again(&self, handle: &Handle, tokens: &NewRows) -> Result<raw::ty_tokens> {
+    fn check_again(&self, handle: &Handle, tokens: &NewRows, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
         self.check()?;
         self.own("handle", handle.context)?;
         if self.shape.in_place.is_some() {
@@ -435,7 +434,7 @@ impl AllToAll {
             }
             _ => {}
         }
-        tokens.check(&mut self.needs())
+        tokens.check(needs)
     }
 
     /// `needs` has the call's inputs.
@@ -446,15 +445,8 @@ impl AllToAll {
         Ok(out)
     }
 
-    fn handle_again(&self, handle: &Handle, call: u32) -> raw::ty_handle {
-        raw::ty_handle { call, output_rows: handle.rows as u64, ..handle.lease.raw() }
-    }
-
-    fn launch_again(&self, call: &Call<'_>, phases: u32, round: usize, args: &raw::ty_dispatch_args) -> Result<()> {
-        let context = call.context(&self.context);
-        let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
-        let (kernel, shared) = pick::dispatch(&args, true);
-        self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
+    fn handle_again(handle: &Handle, call: u32) -> raw::ty_handle {
+        raw::ty_handle { call, ..handle.lease.raw() }
     }
 
     /// Brings the experts' rows back to the tokens' source ranks and sums them there, in one kernel. All ranks combine
@@ -804,11 +796,18 @@ impl AllToAll {
         self.ended.get_or_init(|| error).clone()
     }
 
-    /// `args` are those of all launches of the call, from `dispatch_args`.
-    fn launch_dispatch(&self, call: &Call<'_>, phases: u32, round: usize, args: &raw::ty_dispatch_args) -> Result<()> {
+    /// `args` are those of all launches of the call, from `dispatch_args`. `again`: by an earlier handle.
+    fn launch_dispatch(
+        &self,
+        call: &Call<'_>,
+        phases: u32,
+        round: usize,
+        args: &raw::ty_dispatch_args,
+        again: bool,
+    ) -> Result<()> {
         let context = call.context(&self.context);
         let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
-        let (kernel, shared) = pick::dispatch(&args, false);
+        let (kernel, shared) = pick::dispatch(&args, again);
         self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
     }
 

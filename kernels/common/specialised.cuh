@@ -92,24 +92,19 @@ struct InPlaceDispatchArgs {
 static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 
 // The sending half of a call whose counts come first: its launch also receives all counts, and gives them to the host.
-struct CountsDispatchArgs {
-  ty_context context;
-  ty_handle handle;
+template <typename C, typename H> struct CountsArgs {
+  C context;
+  H handle;
   ty_tokens tokens;
   SpecialisedOutput<TY_LAYOUT_TOKEN> output;
   u64 first_counts;
   u32 counts_number, unused[3];
   static constexpr u32 phases = TY_PHASE_SEND, round = 0;
 };
-template <bool inter_node> struct SpecialisedCountsArgs {
-  SpecialisedContext<inter_node, Specialised::nothing_else> context;
-  SpecialisedHandle<inter_node> handle;
-  ty_tokens tokens;
-  SpecialisedOutput<TY_LAYOUT_TOKEN> output;
-  u64 first_counts;
-  u32 counts_number, unused[3];
-  static constexpr u32 phases = TY_PHASE_SEND, round = 0;
-};
+using CountsDispatchArgs = CountsArgs<ty_context, ty_handle>;
+template <bool inter_node>
+using SpecialisedCountsArgs =
+    CountsArgs<SpecialisedContext<inter_node, Specialised::nothing_else>, SpecialisedHandle<inter_node>>;
 static_assert(sizeof(SpecialisedCountsArgs<true>) == sizeof(CountsDispatchArgs), "the same bytes");
 static_assert(sizeof(CountsDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 static_assert(__builtin_offsetof(CountsDispatchArgs, first_counts) ==
@@ -148,10 +143,7 @@ TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
 
 // Whether a launch receives all counts for the host, and places no rows.
 TY_DEVICE constexpr bool takes_counts(const DispatchArgs auto &) { return false; }
-TY_DEVICE constexpr bool takes_counts(const CountsDispatchArgs &) { return true; }
-template <bool inter_node> TY_DEVICE constexpr bool takes_counts(const SpecialisedCountsArgs<inter_node> &) {
-  return true;
-}
+template <typename C, typename H> TY_DEVICE constexpr bool takes_counts(const CountsArgs<C, H> &) { return true; }
 
 // Whether a dispatch goes by an earlier handle.
 TY_DEVICE constexpr bool goes_again(const DispatchArgs auto &) { return false; }
