@@ -269,8 +269,8 @@ pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, St
 
 // ---- contexts and their configuration
 pub use bindings::api::{
-    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, InPlaceOutput, Partial, Placement, Plan, RowFormat, Scales, Tuning,
-    Weights,
+    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, CallFormat, InPlaceOutput, Partial, Placement, Plan, RowFormat,
+    Scales, Tuning, Weights,
 };
 
 // ---- calls: their arguments, and calls under way

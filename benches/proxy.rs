@@ -55,9 +55,11 @@ fn now_ns() -> u64 {
 
 /// One rank per node; dispatch, combine and barrier, as in a context without weights sent ahead.
 fn wire(peers: u32) -> Wire {
-    let shape = MessageShape { first_bytes: 64 + (256 << 10), chunk_bytes: 256 << 10, chunks: 4 };
-    let (unused, barrier) =
-        (MessageShape { chunks: 0, ..shape }, MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1 });
+    let shape = MessageShape { first_bytes: 64 + (256 << 10), chunk_bytes: 256 << 10, chunks: 4, rows_offset: 64 };
+    let (unused, barrier) = (
+        MessageShape { chunks: 0, ..shape },
+        MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1, rows_offset: 16 },
+    );
     let nodes = Nodes::consecutive(&vec![1; peers as usize + 1]).unwrap();
     let shapes = [shape, shape, barrier, unused];
     Wire::new(WireInput { nodes, nics: 1, shapes, staging_offset: 0, recv_buffer_offset: 1 << 40 }).unwrap()

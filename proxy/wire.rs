@@ -263,10 +263,18 @@ pub struct MessageShape {
     pub chunk_bytes: u32,
     /// Most chunks of one message; 0 for a direction that is not used.
     pub chunks: u16,
+    /// From a message's start to its rows: headers of fewer rows leave a gap before them.
+    pub rows_offset: u32,
 }
 
 impl MessageShape {
-    /// Where a chunk starts in its slot.
+    /// Where the next chunk starts, after a chunk of `bytes` bytes at `offset`. Calls of one context may have rows of
+    /// different sizes, so chunks of rows simply follow one another: all but the last hold as many rows as they can.
+    pub fn next_offset(&self, chunk: ChunkIdx, offset: u64, bytes: u32) -> u64 {
+        if chunk.0 == 0 { u64::from(bytes.max(self.rows_offset)) } else { offset + u64::from(bytes) }
+    }
+
+    /// Where a chunk starts in its slot, if all chunks before it are as large as they may be.
     pub fn chunk_offset(&self, chunk: ChunkIdx) -> u64 {
         let before = chunk.0.checked_sub(1);
         before.map_or(0, |chunks| u64::from(self.first_bytes) + u64::from(chunks) * u64::from(self.chunk_bytes))
@@ -467,14 +475,14 @@ impl Wire {
         self.recv_buffer[direction.index()]
     }
 
-    /// Where a chunk is packed in this rank's arena.
-    pub fn staging_offset(&self, direction: Direction, epoch: u64, link: LinkIdx, chunk: ChunkIdx) -> u64 {
-        self.staging(direction).at(epoch, link.index()) + self.shape(direction).chunk_offset(chunk)
+    /// Where a message is packed in this rank's arena.
+    pub fn staging_offset(&self, direction: Direction, epoch: u64, link: LinkIdx) -> u64 {
+        self.staging(direction).at(epoch, link.index())
     }
 
-    /// Where a chunk arrives in the receiver's arena.
-    pub fn recv_buffer_offset(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
-        self.recv_buffer(direction).at(epoch, source.index()) + self.shape(direction).chunk_offset(chunk)
+    /// Where a message arrives in the receiver's arena.
+    pub fn recv_buffer_offset(&self, direction: Direction, epoch: u64, source: SourceIdx) -> u64 {
+        self.recv_buffer(direction).at(epoch, source.index())
     }
 
     /// Which of `target`'s receive buffer slots `source` writes; `None` if they are not linked in this direction.
@@ -602,8 +610,8 @@ mod tests {
     }
 
     fn wire(sizes: &[u32], nics: u8) -> Wire {
-        let shape = MessageShape { first_bytes: 48, chunk_bytes: 160, chunks: 3 };
-        let weights = MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1 };
+        let shape = MessageShape { first_bytes: 48, chunk_bytes: 160, chunks: 3, rows_offset: 48 };
+        let weights = MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1, rows_offset: 16 };
         let shapes = [shape, MessageShape { chunks: 2, ..shape }, weights, weights];
         Wire::new(WireInput { nodes: nodes(sizes), nics, shapes, staging_offset: 256, recv_buffer_offset: 1 << 20 })
             .unwrap()
@@ -659,14 +667,15 @@ mod tests {
                 for link in (0..wire.links[d.index()]).map(|l| LinkIdx(l as u16)) {
                     counts.push(wire.chunks_word(d, epoch, link));
                     for chunk in (0..shape.chunks).map(ChunkIdx) {
-                        staging.push((wire.staging_offset(d, epoch, link, chunk), shape.chunk_capacity(chunk)));
+                        let start = wire.staging_offset(d, epoch, link) + shape.chunk_offset(chunk);
+                        staging.push((start, shape.chunk_capacity(chunk)));
                         bells.push(wire.doorbell_word(d, epoch, link, chunk));
                     }
                 }
                 for source in (0..wire.sources[d.index()]).map(|s| SourceIdx(s as u16)) {
                     for chunk in (0..shape.chunks).map(ChunkIdx) {
-                        recv_buffer
-                            .push((wire.recv_buffer_offset(d, epoch, source, chunk), shape.chunk_capacity(chunk)));
+                        let start = wire.recv_buffer_offset(d, epoch, source) + shape.chunk_offset(chunk);
+                        recv_buffer.push((start, shape.chunk_capacity(chunk)));
                         let place = u32::from(source.0) * u32::from(shape.chunks) + u32::from(chunk.0);
                         arrived.push(wire.arrival_word(d, epoch, place));
                     }
@@ -711,8 +720,18 @@ mod tests {
     fn chunk_counts_fit_the_receive_queue() {
         assert_eq!(most_chunks(1024, 7), 35);
         assert_eq!(most_chunks(8, 7), 0);
-        let shape = MessageShape { first_bytes: 64, chunk_bytes: 1024, chunks: 4 };
+        let shape = MessageShape { first_bytes: 64, chunk_bytes: 1024, chunks: 4, rows_offset: 64 };
         let offsets = [0, 1, 3].map(|chunk| shape.chunk_offset(ChunkIdx(chunk)));
         assert_eq!((offsets, shape.slot_bytes()), ([0, 64, 64 + 2 * 1024], 3200));
+    }
+
+    #[test]
+    fn chunks_follow_one_another_behind_the_room_for_headers() {
+        let headed = MessageShape { first_bytes: 96, chunk_bytes: 160, chunks: 3, rows_offset: 96 };
+        assert_eq!([48, 96].map(|bytes| headed.next_offset(ChunkIdx(0), 0, bytes)), [96, 96]);
+        assert_eq!(headed.next_offset(ChunkIdx(1), 96, 144), 240);
+        let bare = MessageShape { first_bytes: 192, rows_offset: 32, ..headed };
+        assert_eq!([32, 176, 192].map(|bytes| bare.next_offset(ChunkIdx(0), 0, bytes)), [32, 176, 192]);
+        assert_eq!(bare.next_offset(ChunkIdx(2), 176, 160), 336);
     }
 }

@@ -150,7 +150,7 @@ MUTANTS = [
     ("slot at the owner counted from the wrong rank", METADATA, "bits_below(ranks, tile.destination())", "bits_below(ranks, tile.destination() + 1)"),
     ("parity ignored", CONTEXT, "(epoch & 1) * region.parity_stride", "0 * region.parity_stride"),
     ("stale tag or flag accepted", CONTEXT,
-     "if ((seen >> shift) == expected) return (void)", "if ((seen >> shift) != 0) return (void)"),
+     "if ((seen >> shift) == expected) return found", "if ((seen >> shift) != 0) return found"),
     ("rows lost to ranks before the first", SEND, "| bits << ((", "| 0 * bits << (("),
     ("receive buffer published as free by every block", CONTEXT, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
     ("a forged token's number not bounded", TO_NODES, "token < c.max_tokens ? token : 0", "token"),
@@ -376,8 +376,8 @@ MUTANTS = [
     ("idle streams kept for ever", RECORDING, "queues.retain(|known| !known.is_idle());", ""),
     ("a stream after another does not wait", EXECUTOR, "std::make_shared<bool>(false)", "std::make_shared<bool>(true)"),
     ("another context's combine received", CALLS,
-     'self.own("sent", sent.handle.context)?;\n        let mut needs = self.needs();\n        // As in',
-     "let mut needs = self.needs();\n        // As in"),
+     'self.own("sent", sent.handle.context)?;\n        let mut needs = self.needs(&sent.kind);\n        // As in',
+     "let mut needs = self.needs(&sent.kind);\n        // As in"),
     ("launches of two threads mixed", OPEN, "        Ok(Call { open, stream, _enqueued: enqueued, guarded, foreign, recording })",
      "        drop((enqueued, recording));\n"
      "        let (chains, none) = (Box::leak(Box::new(Chains::new(true, Default::default()))), Box::leak(Box::new(std::sync::Mutex::new(None))));\n"

@@ -46,7 +46,7 @@ const LIVENESS: Liveness =
     Liveness { heartbeat_ns: 100_000, silence_ns: 600_000_000_000, first_contact_ns: 600_000_000_000 };
 
 fn wire() -> Wire {
-    let shape = |chunks| MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks };
+    let shape = |chunks| MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks, rows_offset: 64 };
     let nodes = Nodes::consecutive(&[1, 1]).unwrap();
     let shapes = [shape(4), shape(3), shape(1), shape(0)];
     Wire::new(WireInput { nodes, nics: NICS, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap()

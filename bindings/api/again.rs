@@ -1,6 +1,8 @@
 //! Arguments of a dispatch by an earlier dispatch's handle: new rows for the same tokens' places.
 
+use super::call_format::CallFormat;
 use super::calls::{Layout, ScaleOrder, ScaleView, Source, Target, TokenCount};
+use super::format::RowFormat;
 use super::needs::Needs;
 use crate::base::Result;
 use crate::ffi::layout as raw;
@@ -14,6 +16,13 @@ pub struct NewRows {
     pub x: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
+    /// Format in which rows travel. `None`: that of the handle's dispatch.
+    pub format: Option<RowFormat>,
+    /// Columns of a row. `None`: as many as in the handle's dispatch.
+    pub hidden: Option<usize>,
+    /// Whether dispatch quantises `x` from bf16 to the format. `None`: as the handle's dispatch did if rows are of its
+    /// format, else no.
+    pub quantize: Option<bool>,
     /// Scales, as [`Tokens::scales`](super::Tokens::scales).
     pub scales: Option<ScaleView>,
     /// Number of tokens: that of the handle's dispatch.
@@ -38,7 +47,7 @@ pub struct Placed {
 impl NewRows {
     /// `count` rows without gaps and without scales.
     pub fn new(x: View, count: TokenCount) -> NewRows {
-        NewRows { x, pitch_bytes: None, scales: None, count }
+        NewRows { x, pitch_bytes: None, format: None, hidden: None, quantize: None, scales: None, count }
     }
 
     /// Sets [`x`](#structfield.x).
@@ -49,6 +58,21 @@ impl NewRows {
     /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
     pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> NewRows {
         NewRows { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`format`](#structfield.format).
+    pub fn format(self, format: impl Into<Option<RowFormat>>) -> NewRows {
+        NewRows { format: format.into(), ..self }
+    }
+
+    /// Sets [`hidden`](#structfield.hidden).
+    pub fn hidden(self, hidden: impl Into<Option<usize>>) -> NewRows {
+        NewRows { hidden: hidden.into(), ..self }
+    }
+
+    /// Sets [`quantize`](#structfield.quantize).
+    pub fn quantize(self, quantize: impl Into<Option<bool>>) -> NewRows {
+        NewRows { quantize: quantize.into(), ..self }
     }
 
     /// Sets [`scales`](#structfield.scales).
@@ -66,8 +90,13 @@ impl NewRows {
         [Some(&self.x), scales, self.count.view()].into_iter().flatten()
     }
 
+    /// The format of the call, by the handle of a dispatch of the format `handle`.
+    pub(super) fn call_format(&self, handle: &CallFormat) -> CallFormat {
+        handle.with_rows(self.hidden, self.format, self.quantize)
+    }
+
     pub(super) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
-        let NewRows { x, pitch_bytes, scales, count } = self;
+        let NewRows { x, pitch_bytes, scales, count, .. } = self;
         Source { x, pitch_bytes: *pitch_bytes, scales: scales.as_ref(), count }.check(needs)
     }
 }

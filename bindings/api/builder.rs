@@ -1,10 +1,11 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
-use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
+use super::call_format::{CallFormat, Room, Weights};
+use super::format::RowFormat;
 use super::handle::Size;
 use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
-use super::shape::{FEW_BLOCKS, Shape, Weights};
+use super::shape::{FEW_BLOCKS, LL_TOKENS, Shape};
 use super::sms::{Traffic, sms_available, sms_of};
 use super::tuning::{ArenaPlace, Tuning};
 use crate::base::{Dtype, Error, Result};
@@ -30,6 +31,7 @@ pub struct AllToAllBuilder {
     pub(crate) combine_dtype: Dtype,
     pub(crate) placement: Option<Placement>,
     pub(crate) weights: Weights,
+    pub(crate) others: Vec<CallFormat>,
     pub(crate) sms: Option<u32>,
     pub(crate) timeout: Duration,
     pub(crate) proxy: Option<Proxy>,
@@ -50,6 +52,7 @@ impl AllToAllBuilder {
             combine_dtype: Dtype::Bf16,
             placement: None,
             weights: Weights::Dispatch,
+            others: Vec::new(),
             sms: None,
             timeout: Duration::from_secs(30),
             proxy: None,
@@ -129,6 +132,28 @@ impl AllToAllBuilder {
         self
     }
 
+    /// Makes room in the arena for calls of another format. Calls may have any format whose rows and partial rows are
+    /// no larger than the largest that was made room for; the context's own format is that of
+    /// [`hidden`](Self::hidden), [`format`](Self::format), [`quantize`](Self::quantize),
+    /// [`combine_dtype`](Self::combine_dtype), [`weights`](Self::weights) and
+    /// [`max_tokens_per_rank`](Self::max_tokens_per_rank), and calls that do not state another have it. May be called
+    /// several times. In one node, calls of few tokens get partial rows of their own beside those of larger calls.
+    ///
+    /// ```
+    /// # use tokenyard::{AllToAllBuilder, CallFormat, RowFormat};
+    /// /// Prefill in bf16 or fp8, and decode in fp8 of at most 128 tokens: one arena.
+    /// fn formats(builder: AllToAllBuilder) -> AllToAllBuilder {
+    ///     let builder = builder.hidden(7168).format(RowFormat::BF16).max_tokens_per_rank(4096);
+    ///     builder
+    ///         .room_for(CallFormat::new(7168, RowFormat::FP8_F32, 4096))
+    ///         .room_for(CallFormat::new(7168, RowFormat::FP8_F32, 128).quantize(true))
+    /// }
+    /// ```
+    pub fn room_for(mut self, format: CallFormat) -> Self {
+        self.others.push(format);
+        self
+    }
+
     /// Thread blocks per kernel. Default on a GPU: every SM that the network's own kernels do not need. For large
     /// `max_tokens_per_rank`: the smallest count that a byte model predicts to be within 1 % of the fastest, if that
     /// leaves a quarter of the SMs ([`Plan::explain`](super::Plan::explain) states the choice; docs/notebook.md, "As
@@ -197,7 +222,9 @@ impl AllToAllBuilder {
         self.check_in_place(&nodes)?;
         let placement = self.check_placement()?;
         let shape = self.shape(nodes, &placement);
-        self.check_rows(&shape)?;
+        shape.check_rows("combine_dtype")?;
+        self.check_sms()?;
+        let shape = Shape { room: self.check_others(&shape)?, ..shape };
         self.check_bitmap(&shape)?;
         if let Some((rows, _)) = self.tuning.in_place.filter(|_| Size::of(&shape, 1, &self.tuning).is_compact()) {
             within("in_place rows", rows, 0, raw::TY_MAX_COMPACT_ROWS as usize, "rows with compact handles")?;
@@ -212,7 +239,6 @@ impl AllToAllBuilder {
     }
 
     fn check_limits(&self) -> Result<()> {
-        within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;
         // Rows of an expert from a rank are numbered with 20 bits.
         let experts = self.placement.as_ref().map_or(self.experts, |placement| placement.logical_experts());
@@ -335,6 +361,7 @@ impl AllToAllBuilder {
             format: self.format,
             quantize: self.quantize,
             combine_dtype: self.combine_dtype,
+            room: Room::default(),
             partial: self.tuning.partial,
             weights: self.weights,
             row_bytes: self.format.row_bytes(self.hidden),
@@ -396,27 +423,7 @@ impl AllToAllBuilder {
         Ok(nodes)
     }
 
-    fn check_rows(&self, shape: &Shape) -> Result<()> {
-        if !shape.row_bytes.is_multiple_of(16) {
-            let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
-            return Err(Error::config("hidden", self.hidden, advice));
-        }
-        let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
-        if self.format.dtype == Dtype::Fp8E4m3 && !blocks {
-            return Err(Error::config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple"));
-        }
-        if self.quantize && (self.format.dtype != Dtype::Fp8E4m3 || self.format.scales == Scales::None) {
-            let advice = format!(
-                "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
-                self.format.dtype, self.format.scales
-            );
-            return Err(Error::config("quantize", true, advice));
-        }
-        shape.float_code("combine_dtype", self.combine_dtype)?;
-        if self.tuning.partial == Partial::Fp8 && !blocks {
-            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows";
-            return Err(Error::config("hidden", self.hidden, advice));
-        }
+    fn check_sms(&self) -> Result<()> {
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
             return Err(Error::config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one"));
         }
@@ -431,6 +438,24 @@ impl AllToAllBuilder {
             )?;
         }
         Ok(())
+    }
+
+    /// Refuses formats of other calls that no call of this context may have; returns the room that they need.
+    fn check_others(&self, shape: &Shape) -> Result<Room> {
+        self.others.iter().try_fold(Room::default(), |room, format| {
+            let other = shape.of_format(format);
+            other.check_rows("combine_dtype of room_for")?;
+            if self.tuning.in_place.is_some() {
+                let advice = "calls with in-place output are of the context's own format; leave one of them out";
+                return Err(Error::config("room_for", format!("{format:?}"), advice));
+            }
+            within("max_tokens of room_for", format.max_tokens, 1, self.max_tokens, "tokens a rank")?;
+            if shape.nodes.members().len() > 1 && other.weights_with_combine() != shape.weights_with_combine() {
+                let advice = "between nodes all calls of a context have weights with combine, or none has";
+                return Err(Error::config("weights of room_for", format!("{:?}", format.weights), advice));
+            }
+            Ok(other.add_to(room, self.tuning.ll_tokens.unwrap_or(LL_TOKENS)))
+        })
     }
 
     /// A tile's bitmap, of 32 tokens at least, is in shared memory.

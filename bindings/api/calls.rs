@@ -1,8 +1,9 @@
 //! Arguments of calls: views of device memory with their shapes, and the checks before anything is enqueued.
 
+use super::call_format::{CallFormat, Weights};
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
-use super::needs::{Needs, built_for, rows_span, stride};
+use super::needs::{Needs, rows_span, stride};
 use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
@@ -40,8 +41,9 @@ impl ScaleView {
 
 /// The tokens of this rank: made by [`Tokens::new`], and changed field by field.
 ///
-/// Each call may state the format of its rows. At present a call is refused if its [`format`](Self::format),
-/// [`hidden`](Self::hidden) or [`quantize`](Self::quantize) differs from what the context was built for.
+/// Each call may state its format: [`of`](Self::of) sets all fields of it. The format must be the same on all ranks,
+/// and the context must have room for it ([`room_for`](super::AllToAllBuilder::room_for)). Combine then takes rows of
+/// as many columns, and weights from where the dispatch's format has them.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Tokens {
@@ -49,12 +51,17 @@ pub struct Tokens {
     pub x: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
-    /// Format in which rows travel. `None`: the format that the context was built for.
+    /// Format in which rows travel. `None`: that of the context.
     pub format: Option<RowFormat>,
-    /// Columns of a row. `None`: the number that the context was built for.
+    /// Columns of a row. `None`: as many as rows of the context's format.
     pub hidden: Option<usize>,
-    /// Whether dispatch quantises `x` from bf16 to the format. `None`: as the context was built.
+    /// Whether dispatch quantises `x` from bf16 to the format. `None`: as the context was built if rows are of its
+    /// format, else no.
     pub quantize: Option<bool>,
+    /// Where weights come from. `None`: as the context was built.
+    pub weights: Option<Weights>,
+    /// Most tokens of any rank in this call. `None`: the context's most.
+    pub max_tokens: Option<usize>,
     /// Scales, if the context's rows have scales and dispatch does not quantise.
     pub scales: Option<ScaleView>,
     /// Experts of each token, `[tokens, top_k]`; -1 for none. Where experts have [replicas](super::Placement::replicas)
@@ -228,7 +235,7 @@ pub struct Rows {
     pub rows: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
-    /// Type of the elements. `None`: the combine dtype that the context was built for. At present no other is taken.
+    /// Type of the elements, the same on all ranks. `None`: the combine dtype that the context was built for.
     pub dtype: Option<Dtype>,
     /// Weights of this rank's own tokens, fp32 `[tokens, top_k]` with the context's top_k, if the context's weights
     /// come with combine.
@@ -267,6 +274,8 @@ impl Tokens {
             format: None,
             hidden: None,
             quantize: None,
+            weights: None,
+            max_tokens: None,
             scales: None,
             topk_idx,
             top_k: None,
@@ -301,6 +310,22 @@ impl Tokens {
     /// Sets [`quantize`](#structfield.quantize).
     pub fn quantize(self, quantize: impl Into<Option<bool>>) -> Tokens {
         Tokens { quantize: quantize.into(), ..self }
+    }
+
+    /// Sets [`weights`](#structfield.weights).
+    pub fn weights(self, weights: impl Into<Option<Weights>>) -> Tokens {
+        Tokens { weights: weights.into(), ..self }
+    }
+
+    /// Sets [`max_tokens`](#structfield.max_tokens).
+    pub fn max_tokens(self, max_tokens: impl Into<Option<usize>>) -> Tokens {
+        Tokens { max_tokens: max_tokens.into(), ..self }
+    }
+
+    /// Sets what a call's format says of dispatch; [`Rows::dtype`] sets the combine dtype.
+    pub fn of(self, format: &CallFormat) -> Tokens {
+        let tokens = self.format(format.rows).hidden(format.hidden).quantize(format.quantize);
+        tokens.weights(format.weights).max_tokens(format.max_tokens)
     }
 
     /// Sets [`scales`](#structfield.scales).
@@ -524,7 +549,6 @@ impl Tokens {
         let shape = needs.shape;
         let room = self.count.room(shape)?;
         let choices = self.index_type.columns(self.top_k, shape)?;
-        self.check_kind(shape)?;
         let source =
             Source { x: &self.x, pitch_bytes: self.pitch_bytes, scales: self.scales.as_ref(), count: &self.count };
         let input = source.check(needs)?;
@@ -555,17 +579,12 @@ impl Tokens {
         })
     }
 
-    /// Refuses rows of another kind than the context was built for.
-    fn check_kind(&self, shape: &Shape) -> Result<()> {
-        if let Some(format) = self.format.filter(|format| *format != shape.format) {
-            return Err(built_for("format", format.to_string(), shape.format.to_string()));
-        }
-        if let Some(hidden) = self.hidden.filter(|hidden| *hidden != shape.hidden) {
-            return Err(built_for("hidden", hidden.to_string(), shape.hidden.to_string()));
-        }
-        match self.quantize.filter(|quantize| *quantize != shape.quantize) {
-            Some(quantize) => Err(built_for("quantize", quantize.to_string(), shape.quantize.to_string())),
-            None => Ok(()),
+    /// The format of the call, in a context of the format `own`.
+    pub(crate) fn call_format(&self, own: &CallFormat) -> CallFormat {
+        CallFormat {
+            weights: self.weights.unwrap_or(own.weights),
+            max_tokens: self.max_tokens.unwrap_or(own.max_tokens),
+            ..own.with_rows(self.hidden, self.format, self.quantize)
         }
     }
 }
@@ -577,7 +596,7 @@ impl TokenCount {
             TokenCount::Host(count) if count > shape.max_tokens => Err(Error::argument(
                 "count",
                 count,
-                format!("this context was built for at most {} tokens a rank", shape.max_tokens),
+                format!("this call has at most {} tokens a rank", shape.max_tokens),
             )),
             TokenCount::Host(count) => Ok(count),
             TokenCount::Device(_) => Ok(shape.max_tokens),
@@ -771,9 +790,6 @@ impl Rows {
     /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` the number of own tokens.
     pub(crate) fn check(&self, needs: &mut Needs<'_>, rows: usize, room: usize) -> Result<u64> {
         let shape = needs.shape;
-        if let Some(dtype) = self.dtype.filter(|dtype| *dtype != shape.combine_dtype) {
-            return Err(built_for("dtype of rows", dtype.to_string(), shape.combine_dtype.to_string()));
-        }
         let row_bytes = shape.combine_row_bytes();
         let span = rows_span("pitch_bytes of rows", rows, self.pitch(shape), row_bytes)?;
         needs.need("rows", &self.rows, span, 16)?;

@@ -1,18 +1,18 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
-use super::again::{NewRows, Placed};
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
-use super::calls::{Combined, InPlaceOutput, Layout, Output, Rows, Sums, TokenCount, Tokens};
+use super::call_format::CallFormat;
+use super::calls::{Combined, InPlaceOutput, Layout, Output, Rows, Sums, Tokens};
 use super::counts::{CountWords, Counts};
 use super::device_memory::{Local, Shared, device_context};
-use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentAgain, SentRows, Size};
+use super::formats::{Formats, Kind};
+use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
 use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::Plan;
-use super::shape::Shape;
 use super::sms::sms_of;
 use super::statistics::CallStatistics;
 use crate::base::{Error, Rank, Result, wait};
@@ -25,6 +25,8 @@ use crate::transport::{PeerMap, World};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+
+mod again;
 
 /// Chains of calls.
 const DISPATCHES: usize = 0;
@@ -75,14 +77,15 @@ struct Counters {
 /// context stays open as long as a graph of its calls exists.
 pub struct AllToAll {
     open: Arc<Open>,
-    shape: Shape,
+    formats: Formats,
     placement: Placement,
     plan: Plan,
     world: World,
     device: Device,
     sms: u32,
     block: u32,
-    context: raw::ty_context,
+    /// Bytes of a row in the last dispatch with choices.
+    last_row_bytes: AtomicU64,
     counters: Counters,
     /// A call that was half enqueued.
     ended: OnceLock<Error>,
@@ -147,7 +150,13 @@ impl AllToAllBuilder {
         let chains = Arc::new(Chains::new(builder.tuning.ordered, world.membership()));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
-        Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, ended, flags })
+        let last_row_bytes = AtomicU64::new(shape.slot_bytes() as u64);
+        let formats = Formats::new(shape, &plan, &context);
+        #[rustfmt::skip]
+        let made = AllToAll {
+            open, formats, placement, plan, world, device, sms, block, last_row_bytes, counters, ended, flags,
+        };
+        Ok(made)
     }
 }
 
@@ -161,13 +170,15 @@ fn check_sums(out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums>
 
 /// What all launches of a dispatch are given.
 fn dispatch_args(
+    kind: &Kind,
     handle: raw::ty_handle,
     tokens: raw::ty_tokens,
     output: raw::ty_output,
     counts: Option<&CountWords>,
 ) -> raw::ty_dispatch_args {
     let (first_counts, counts_number) = counts.map_or((0, 0), |counts| (counts.address(), counts.number()));
-    raw::ty_dispatch_args { handle, tokens, output, first_counts, counts_number, ..Default::default() }
+    let context = kind.context;
+    raw::ty_dispatch_args { context, handle, tokens, output, first_counts, counts_number, ..Default::default() }
 }
 
 impl AllToAll {
@@ -208,16 +219,17 @@ impl AllToAll {
     /// ```
     pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
         self.check()?;
-        let mut needs = self.needs();
+        let kind = self.kind_of(tokens)?;
+        let mut needs = self.needs(&kind);
         let input = tokens.check(&mut needs)?;
         let out = self.check_output(output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(lease.raw(), input, out, None);
+        let args = dispatch_args(&kind, lease.raw(), input, out, None);
         self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, false))?;
-        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        Ok(self.handle(&self.sent(lease, tokens, input, None)?, output))
+        self.count_dispatch(&kind);
+        Ok(self.handle(&self.sent(lease, kind, tokens, input, None)?, output))
     }
 
     /// Rounds of each call, one launch each; 1 unless `max_tokens_per_rank` exceeds the tokens of a round
@@ -251,7 +263,8 @@ impl AllToAll {
     fn send_dispatch(&self, stream: &Stream, tokens: &Tokens, counted: bool) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
-        let input = tokens.check(&mut self.needs())?;
+        let kind = self.kind_of(tokens)?;
+        let input = tokens.check(&mut self.needs(&kind))?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         if counted && call.is_recorded() {
             let advice = "a graph cannot wait for the host; give it an output with room for any routing, by dispatch_send \
@@ -261,10 +274,10 @@ impl AllToAll {
         let lease = call.take(None)?;
         let counts = if counted { lease.counts()? } else { None };
         call.keep(tokens.views());
-        let args = dispatch_args(lease.raw(), input, raw::ty_output::default(), counts.as_ref());
+        let args = dispatch_args(&kind, lease.raw(), input, raw::ty_output::default(), counts.as_ref());
         self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, false)?;
-        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        self.sent(lease, tokens, input, counts)
+        self.count_dispatch(&kind);
+        self.sent(lease, kind, tokens, input, counts)
     }
 
     /// Waits for the counts of a dispatch that [`dispatch_send_counts`](Self::dispatch_send_counts) sent, at most for
@@ -322,7 +335,7 @@ impl AllToAll {
     fn receive_dispatch(&self, stream: &Stream, sent: &Sent, output: &Output) -> Result<Handle> {
         self.check()?;
         self.own("sent", sent.context)?;
-        let mut needs = self.needs();
+        let mut needs = self.needs(&sent.kind);
         // The input of a call of one round has been read.
         if let Some(tokens) = &sent.views {
             tokens.check(&mut needs)?;
@@ -332,121 +345,12 @@ impl AllToAll {
         call.uses(&sent.lease)?;
         call.make_room(&sent.lease, self.rows(output))?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        let args = dispatch_args(sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
+        let args = dispatch_args(&sent.kind, sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
             self.launch_dispatch(&call, phases, round, &args, false)
         })?;
         Ok(self.handle(sent, output))
-    }
-
-    /// Sends new rows of the tokens that an earlier dispatch sent, to the places that the tokens' rows had in its
-    /// output: in training, the backward of a combine. The routing is the handle's, so nothing is announced and nothing
-    /// waits for counts; `output` needs the layout and capacity of the handle's dispatch, whose padding stays as it is.
-    /// What described that output describes this one, and the handle's combines stay as they were. All ranks give
-    /// handles of the same dispatch.
-    ///
-    /// # Errors
-    /// As for [`dispatch`](Self::dispatch). `Argument` for another number of tokens than the handle's dispatch had; if
-    /// one of the two was counted on the device, the call ends in [`Routing`](Error::Routing), and this rank's rows
-    /// stay away. If ranks give handles of different dispatches, the context is closed by an [`Order`](Error::Order),
-    /// or by a `Timeout` that may come first. A handle that has not been received, or whose dispatch ended in
-    /// `Capacity`, ends in an `Order` that is not fatal; with the latter this rank sends its rows and places none.
-    /// `Config` in a context with [`in_place`](super::Tuning::in_place).
-    pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {
-        let mut needs = self.needs();
-        let input = self.check_again(handle, tokens, &mut needs)?;
-        let out = self.check_placed(handle, output, needs)?;
-        let mut call = self.begin_call(stream, DISPATCHES)?;
-        call.uses(&handle.lease)?;
-        call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(Self::handle_again(handle, self.open.pool.number()), input, out, None);
-        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, true))?;
-        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// The sending half of [`dispatch_again`](Self::dispatch_again). The rows may be reused as those of
-    /// [`dispatch_send`](Self::dispatch_send).
-    ///
-    /// # Errors
-    /// As for [`dispatch_again`](Self::dispatch_again).
-    pub fn dispatch_again_send(&self, stream: &Stream, handle: &Handle, tokens: &NewRows) -> Result<SentAgain> {
-        let input = self.check_again(handle, tokens, &mut self.needs())?;
-        let mut call = self.begin_call(stream, DISPATCHES)?;
-        call.uses(&handle.lease)?;
-        call.keep(tokens.views());
-        let number = self.open.pool.number();
-        let args = dispatch_args(Self::handle_again(handle, number), input, raw::ty_output::default(), None);
-        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, true)?;
-        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        let views = (self.plan.rounds > 1).then(|| tokens.clone());
-        Ok(SentAgain { handle: handle.clone(), call: number, tokens: input, views, _half: call.half(&handle.lease) })
-    }
-
-    /// The receiving half of [`dispatch_again`](Self::dispatch_again).
-    ///
-    /// # Errors
-    /// As for [`dispatch_again`](Self::dispatch_again). The error returns `sent`: unless the context is closed, call
-    /// again with it.
-    pub fn dispatch_again_recv(
-        &self,
-        stream: &Stream,
-        sent: SentAgain,
-        output: &Placed,
-    ) -> std::result::Result<(), Refused<SentAgain>> {
-        let received = self.receive_again(stream, &sent, output);
-        received.map_err(|error| Refused { error, given: Box::new(sent) })
-    }
-
-    fn receive_again(&self, stream: &Stream, sent: &SentAgain, output: &Placed) -> Result<()> {
-        self.check()?;
-        self.own("sent", sent.handle.context)?;
-        let mut needs = self.needs();
-        // The input of a call of one round has been read.
-        if let Some(tokens) = &sent.views {
-            tokens.check(&mut needs)?;
-        }
-        let out = self.check_placed(&sent.handle, output, needs)?;
-        let mut call = self.begin_call(stream, DISPATCHES)?;
-        call.uses(&sent.handle.lease)?;
-        call.keep(sent.views.iter().flat_map(NewRows::views).chain(output.views()));
-        let args = dispatch_args(Self::handle_again(&sent.handle, sent.call), sent.tokens, out, None);
-        self.in_rounds(&call, |round| {
-            let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, round, &args, true)
-        })
-    }
-
-    /// Checks what a dispatch by an earlier handle sends.
-    fn check_again(&self, handle: &Handle, tokens: &NewRows, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
-        self.check()?;
-        self.own("handle", handle.context)?;
-        if self.shape.in_place.is_some() {
-            let advice = "handles of in-place outputs do not have the places of rows on other ranks; dispatch with the \
-                          choices again, or build a context without in_place";
-            return Err(Error::config("in_place", "of a dispatch by an earlier handle", advice));
-        }
-        match (handle.tokens, &tokens.count) {
-            (Some(own), TokenCount::Host(count)) if own != *count => {
-                let advice = format!("the handle's dispatch had {own} tokens; give as many");
-                return Err(Error::argument("count", count, advice));
-            }
-            _ => {}
-        }
-        tokens.check(needs)
-    }
-
-    /// `needs` has the call's inputs.
-    fn check_placed(&self, handle: &Handle, output: &Placed, needs: Needs<'_>) -> Result<raw::ty_output> {
-        let mut needs = needs.written();
-        let out = output.check(handle.layout, &mut needs)?;
-        needs.check_apart()?;
-        Ok(out)
-    }
-
-    fn handle_again(handle: &Handle, call: u32) -> raw::ty_handle {
-        raw::ty_handle { call, ..handle.lease.raw() }
     }
 
     /// Brings the experts' rows back to the tokens' source ranks and sums them there, in one kernel. All ranks combine
@@ -459,14 +363,16 @@ impl AllToAll {
     /// wait for it.
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
-        self.own("handle", handle.context)?;
-        let mut needs = self.needs();
+        let kind = self.kind_combined(handle, rows)?;
+        let mut needs = self.needs(&kind);
         let sent = self.sent_rows(rows, handle, &mut needs)?;
         let sums = check_sums(out, handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain(out.views()));
-        self.in_rounds(&call, |round| self.launch_combine(&call, BOTH_PHASES, round, handle, sent, Some(sums)))?;
+        self.in_rounds(&call, |round| {
+            self.launch_combine(&call, BOTH_PHASES, round, (handle, &kind), sent, Some(sums))
+        })?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -478,15 +384,15 @@ impl AllToAll {
     /// As for [`combine`](Self::combine).
     pub fn combine_send(&self, stream: &Stream, handle: &Handle, rows: &Rows) -> Result<CombineSent> {
         self.check()?;
-        self.own("handle", handle.context)?;
-        let sent = self.sent_rows(rows, handle, &mut self.needs())?;
+        let kind = self.kind_combined(handle, rows)?;
+        let sent = self.sent_rows(rows, handle, &mut self.needs(&kind))?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views());
-        self.launch_combine(&call, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
+        self.launch_combine(&call, raw::TY_PHASE_SEND, 0, (handle, &kind), sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.rounds > 1).then(|| rows.clone());
-        Ok(CombineSent { handle: handle.clone(), rows: sent, views, _half: call.half(&handle.lease) })
+        Ok(CombineSent { handle: handle.clone(), kind, rows: sent, views, _half: call.half(&handle.lease) })
     }
 
     /// The receiving half of [`combine`](Self::combine).
@@ -506,7 +412,7 @@ impl AllToAll {
     fn receive_combine(&self, stream: &Stream, sent: &CombineSent, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("sent", sent.handle.context)?;
-        let mut needs = self.needs();
+        let mut needs = self.needs(&sent.kind);
         // As in receive_dispatch.
         if let Some(rows) = &sent.views {
             self.sent_rows(rows, &sent.handle, &mut needs)?;
@@ -517,7 +423,7 @@ impl AllToAll {
         call.keep(sent.views.iter().flat_map(Rows::views).chain(out.views()));
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_combine(&call, phases, round, &sent.handle, sent.rows, Some(sums))
+            self.launch_combine(&call, phases, round, (&sent.handle, &sent.kind), sent.rows, Some(sums))
         })
     }
 
@@ -529,7 +435,7 @@ impl AllToAll {
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
         let call = self.begin_call(stream, BARRIERS)?;
-        let args = raw::ty_barrier_args { context: call.context(&self.context) };
+        let args = raw::ty_barrier_args { context: call.context(&self.own_kind().context) };
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
@@ -618,7 +524,7 @@ impl AllToAll {
     /// rank does not join. A failure on one rank is an error on all.
     pub fn row_matrix(&self, handle: &Handle) -> Result<Vec<Vec<usize>>> {
         let own = self.own("handle", handle.context);
-        let here = own.and_then(|()| handle.lease.tokens_of_sources(self.shape.max_tokens, self.plan.rounds));
+        let here = own.and_then(|()| handle.lease.tokens_of_sources(handle.kind.shape.max_tokens, self.plan.rounds));
         self.world.agree("rows of a handle", here.as_ref().err())?;
         let bytes: Vec<u8> = here?.iter().flat_map(|tokens| tokens.to_le_bytes()).collect();
         let columns = self.world.all_gather("rows of a handle", &bytes)?;
@@ -632,7 +538,7 @@ impl AllToAll {
     /// nodes; `None` as [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
         let statistics = self.open.memory.statistics.as_ref()?;
-        let bytes = self.plan.slot_bytes as u64;
+        let bytes = self.last_row_bytes.load(Ordering::Relaxed);
         Some((0..self.world.size()).map(|rank| statistics.rows_to(Rank(rank as u32)) * bytes).collect())
     }
 
@@ -668,8 +574,9 @@ impl AllToAll {
     /// The in-place output in the arena, to which every dispatch writes; `None` unless the context was built with
     /// [`in_place`](super::Tuning::in_place). Its rows stay until the next dispatch begins.
     pub fn in_place(&self) -> Option<InPlaceOutput> {
-        let (capacity, align) = self.shape.in_place?;
-        let base = *self.context.peer_base.get(self.context.local as usize)?;
+        let Kind { shape, context, .. } = self.own_kind();
+        let (capacity, align) = shape.in_place?;
+        let base = *context.peer_base.get(context.local as usize)?;
         let owner = self.open.memory.arena.as_ref()?;
         let view = |region: &raw::ty_region, row_bytes: usize| {
             let span = MemorySpan { ptr: base + region.offset, bytes: capacity * row_bytes };
@@ -678,9 +585,9 @@ impl AllToAll {
         let regions = &self.plan.regions;
         Some(InPlaceOutput {
             layout: Layout::Contiguous { align, capacity },
-            rows: view(&regions.in_place_rows, self.shape.row_bytes),
-            pitch_bytes: self.shape.row_bytes,
-            scales: (self.shape.scale_words > 0).then(|| view(&regions.in_place_scales, 4 * self.shape.scale_words)),
+            rows: view(&regions.in_place_rows, shape.row_bytes),
+            pitch_bytes: shape.row_bytes,
+            scales: (shape.scale_words > 0).then(|| view(&regions.in_place_scales, 4 * shape.scale_words)),
         })
     }
 
@@ -689,19 +596,36 @@ impl AllToAll {
         self.sms
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs::new(&self.shape, self.device.place())
+    fn needs<'a>(&self, kind: &'a Kind) -> Needs<'a> {
+        Needs::new(&kind.shape, self.device.place())
+    }
+
+    /// Calls of the context's own format.
+    fn own_kind(&self) -> &Kind {
+        self.formats.own()
+    }
+
+    fn kind_of(&self, tokens: &Tokens) -> Result<Arc<Kind>> {
+        self.formats.of(&tokens.call_format(&self.own_kind().format), &self.plan)
+    }
+
+    /// A combine of a handle.
+    fn kind_combined(&self, handle: &Handle, rows: &Rows) -> Result<Arc<Kind>> {
+        self.own("handle", handle.context)?;
+        let combine_dtype = rows.dtype.unwrap_or(self.own_kind().format.combine_dtype);
+        self.formats.of(&CallFormat { combine_dtype, ..handle.kind.format }, &self.plan)
     }
 
     /// Addresses of this rank's arena and of its kernels' `ty_state`, for tests that write words which no call leaves.
     #[doc(hidden)]
     pub fn addresses(&self) -> Option<[u64; 2]> {
-        Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
+        let context = &self.own_kind().context;
+        Some([*context.peer_base.get(context.local as usize)?, context.state])
     }
 
     /// `needs` has the call's inputs.
     fn check_output(&self, output: &Output, needs: Needs<'_>) -> Result<raw::ty_output> {
-        if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
+        if matches!(output.layout, Layout::Token { .. }) && needs.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
             return Err(Error::config("layout", "token", advice));
         }
@@ -716,7 +640,7 @@ impl AllToAll {
 
     /// Refuses halves of a call with in-place output, whose rows leave after all counts have arrived.
     fn check_split(&self) -> Result<()> {
-        if self.shape.in_place.is_none() {
+        if self.own_kind().shape.in_place.is_none() {
             return Ok(());
         }
         let advice = "with in-place output rows leave after all counts have arrived, so a call has no halves; use \
@@ -745,31 +669,37 @@ impl AllToAll {
     fn sent(
         &self,
         lease: Arc<Lease>,
+        kind: Arc<Kind>,
         tokens: &Tokens,
         input: raw::ty_tokens,
         counts: Option<CountWords>,
     ) -> Result<Sent> {
-        let room = tokens.count.room(&self.shape)?;
+        let room = tokens.count.room(&kind.shape)?;
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
-        Ok(Sent { lease, room, tokens: input, views, counts, context: self.id() })
+        Ok(Sent { lease, room, tokens: input, views, counts, kind, context: self.id() })
     }
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
         let topk_weight = rows.check(needs, handle.rows, handle.room)?;
-        let (rows, pitch) = (rows.rows.ptr(), rows.pitch(&self.shape) as u64);
+        let (rows, pitch) = (rows.rows.ptr(), rows.pitch(needs.shape) as u64);
         Ok(SentRows { rows, pitch, topk_weight, call: self.open.pool.number() })
+    }
+
+    fn count_dispatch(&self, kind: &Kind) {
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
+        self.last_row_bytes.store(kind.shape.slot_bytes() as u64, Ordering::Relaxed);
     }
 
     /// Rows of an output, which was checked.
     fn rows(&self, output: &Output) -> usize {
-        output.layout.rows(self.shape.local_experts).unwrap_or(0)
+        output.layout.rows(self.own_kind().shape.local_experts).unwrap_or(0)
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
         let (rows, layout, context) = (self.rows(output), output.layout, self.id());
         // A count in device memory has an address.
         let tokens = (sent.tokens.count_ptr == 0).then_some(sent.tokens.count as usize);
-        Handle { lease: sent.lease.clone(), room: sent.room, tokens, rows, layout, context }
+        Handle { lease: sent.lease.clone(), room: sent.room, tokens, rows, layout, kind: sent.kind.clone(), context }
     }
 
     /// Launches a call round by round. If the driver refuses a later round, the call is half enqueued for good, which
@@ -805,7 +735,7 @@ impl AllToAll {
         args: &raw::ty_dispatch_args,
         again: bool,
     ) -> Result<()> {
-        let context = call.context(&self.context);
+        let context = call.context(&args.context);
         let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
         let (kernel, shared) = pick::dispatch(&args, again);
         self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
@@ -816,12 +746,12 @@ impl AllToAll {
         call: &Call<'_>,
         phases: u32,
         round: usize,
-        handle: &Handle,
+        (handle, kind): (&Handle, &Kind),
         rows: SentRows,
         sums: Option<Sums>,
     ) -> Result<()> {
         let args = raw::ty_combine_args {
-            context: call.context(&self.context),
+            context: call.context(&kind.context),
             handle: raw::ty_handle { call: rows.call, output_rows: handle.rows as u64, ..handle.lease.raw() },
             rows: rows.rows,
             rows_pitch: rows.pitch,
@@ -836,7 +766,7 @@ impl AllToAll {
             round: round as u32,
             tokens: handle.room as u32,
         };
-        let kernel = pick::combine(&args, self.shape.combine_dtype, self.shape.partial);
+        let kernel = pick::combine(&args, kind.shape.combine_dtype, kind.shape.partial);
         self.launch(call.stream(), kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 

@@ -31,10 +31,15 @@ impl Alone {
 
     /// Dispatches and combines tokens that all have these choices.
     fn call(&self, tokens: usize, choices: [i32; TOP_K]) {
+        self.call_of(None, tokens, choices);
+    }
+
+    /// The same by a call of at most so many tokens.
+    fn call_of(&self, most: Option<usize>, tokens: usize, choices: [i32; TOP_K]) {
         let words: Vec<u8> = choices.repeat(tokens).iter().flat_map(|choice| choice.to_ne_bytes()).collect();
         let zeros = vec![0; 16 * self.max_tokens * TOP_K];
         let input = Tokens::new(self.view(&zeros), self.view(&words), TokenCount::Host(tokens));
-        let input = input.topk_weight(self.view(&zeros));
+        let input = input.topk_weight(self.view(&zeros)).max_tokens(most);
         let layout = Layout::Contiguous { align: 1, capacity: self.max_tokens * TOP_K };
         let rows = self.ep.in_place().map_or_else(|| self.view(&zeros), |own| own.rows.clone());
         let output = Output::new(layout, rows.clone(), self.view(&[0; 8]));
@@ -80,4 +85,14 @@ fn metadata_words_that_no_call_uses_are_rewritten_one_by_one() {
             assert!(alone.oldest() > used + 1, "{max_tokens} tokens, {tokens} with {choices:?}, in place: {in_place}");
         }
     }
+}
+
+/// The same by calls of fewer tokens at the most: a call of the most tokens may follow, however many came between.
+#[test]
+fn metadata_words_beyond_the_tokens_of_small_calls_are_rewritten_too() {
+    let alone = Alone::new(5, false);
+    (0..2).for_each(|_| alone.call(5, [0, 1]));
+    let used = alone.oldest();
+    (0..10).for_each(|_| alone.call_of(Some(2), 2, [0, 1]));
+    assert!(alone.oldest() > used + 1, "{} after {used}", alone.oldest());
 }

@@ -272,7 +272,7 @@ pub fn device_context(
         row_bytes: shape.row_bytes as u32,
         scale_words: shape.scale_words as u32,
         scale_shift: shape.scale_shift(),
-        slot_bytes: plan.slot_bytes as u32,
+        slot_bytes: shape.slot_bytes() as u32,
         partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
@@ -292,6 +292,8 @@ pub fn device_context(
         replica_bits: tables.replica_bits,
         guarded: 0, // set by each call
         bitmap_planes: shape.bitmap_planes() as u32,
+        format: 0,
+        most_tokens: shape.max_tokens as u32,
         // Some waits add to it, which must not overflow.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.tuning.first_epoch,
@@ -357,7 +359,7 @@ fn wire_layout(
         recv_buffer: recv_buffer.base,
         recv_buffer_parity: recv_buffer.parity,
         recv_buffer_source: recv_buffer.slot,
-        rows_offset: message.rows_offset,
+        rows_offset: message.shape.rows_offset,
         chunk_rows: message.chunk_rows,
         chunk_shift: message.chunk_shift,
         header_bytes: message.header_bytes,

@@ -6,6 +6,7 @@
 use super::again::NewRows;
 use super::calls::{Layout, Rows, Tokens};
 use super::counts::CountWords;
+use super::formats::Kind;
 use super::shape::Shape;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};
@@ -440,6 +441,8 @@ pub struct Sent {
     pub(crate) views: Option<Tokens>,
     /// Where the counts come to, if they come first.
     pub(crate) counts: Option<CountWords>,
+    /// Of the call.
+    pub(crate) kind: Arc<Kind>,
     pub(crate) context: u64,
 }
 
@@ -466,6 +469,8 @@ pub struct Handle {
     /// Rows of the dispatch's output.
     pub(crate) rows: usize,
     pub(crate) layout: Layout,
+    /// Of the dispatch.
+    pub(crate) kind: Arc<Kind>,
     pub(crate) context: u64,
 }
 
@@ -481,6 +486,8 @@ impl fmt::Debug for Handle {
 #[must_use = "a dispatch that is sent must be received before the next one"]
 pub struct SentAgain {
     pub(crate) handle: Handle,
+    /// Of the call.
+    pub(crate) kind: Arc<Kind>,
     /// A number of its own, which the halves' launches have in common.
     pub(crate) call: u32,
     /// Input of the later rounds.
@@ -511,6 +518,8 @@ impl fmt::Debug for SentAgain {
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,
+    /// Of the call.
+    pub(crate) kind: Arc<Kind>,
     /// Rows of the later rounds.
     pub(crate) rows: SentRows,
     /// The same rows as views, which keep their memory; only if there are later rounds.

@@ -11,6 +11,7 @@
 //! | arguments of calls, and their checks | `calls`, `choices`, `again`, `needs` |
 //! | what the host learns between the halves of a dispatch | `counts` |
 //! | what combine needs of a dispatch | `handle` |
+//! | the format of a call; calls of other formats than the context's own | `call_format`, `formats` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
 //! | offsets in the arena | `plan` |
 //! | how many SMs a context's calls take; which kernel a call launches | `sms`, `pick` |
@@ -19,12 +20,14 @@
 mod again;
 mod agreement;
 mod builder;
+mod call_format;
 mod calls;
 mod choices;
 mod context;
 mod counts;
 mod device_memory;
 mod format;
+mod formats;
 mod handle;
 mod needs;
 mod open;
@@ -40,6 +43,7 @@ mod tuning;
 
 pub use again::{NewRows, Placed};
 pub use builder::AllToAllBuilder;
+pub use call_format::{CallFormat, Weights};
 pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
@@ -48,6 +52,6 @@ pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent, SentAgain};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
-pub use shape::{FEW_BLOCKS, Weights};
+pub use shape::FEW_BLOCKS;
 pub use statistics::{CallStatistics, Stage};
 pub use tuning::{ArenaPlace, Tuning};

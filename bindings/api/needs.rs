@@ -7,15 +7,6 @@ use crate::base::{Error, Result};
 use crate::kernels::{Place, View};
 use std::fmt;
 
-/// Refuses what differs from a context's own.
-pub(super) fn built_for(name: &'static str, given: String, own: String) -> Error {
-    Error::argument(
-        name,
-        given,
-        format!("this context was built for {own}; give that, or build a context for the other"),
-    )
-}
-
 /// Refuses memory that lies in other memory of the call.
 #[cold]
 fn overlap(written: &Used, other: &Used) -> Error {

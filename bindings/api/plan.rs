@@ -38,13 +38,15 @@ pub struct PlanInput {
     pub row_bytes: usize,
     /// 4-byte scale words of a row.
     pub scale_words: usize,
-    /// Bytes of a partial row; a multiple of 16.
+    /// Most bytes of a row with its scales in calls of other formats; 0 without such.
+    pub other_slot_bytes: usize,
+    /// Most bytes of a partial row, of any call; a multiple of 16.
     pub partial_bytes: usize,
     /// Most experts on one rank.
     pub max_local_experts: usize,
-    /// Whether weights come with dispatch, and so in the headers between nodes.
+    /// Whether weights come with dispatch in some call, and so in the headers between nodes.
     pub weights_with_dispatch: bool,
-    /// Whether weights come with combine, which sends them ahead to the expert ranks.
+    /// Whether weights come with combine in some call, which sends them ahead to the expert ranks.
     pub weights_with_combine: bool,
     /// NICs of each rank; 1 where there is one node.
     pub nics: u8,
@@ -56,15 +58,33 @@ pub struct PlanInput {
     pub double_buffer_bytes: u64,
     /// With one node: most tokens of a round with which partial rows are LL rows, without tags.
     pub ll_tokens: usize,
+    /// With one node, where rounds have more tokens than `ll_tokens`: most tokens of calls of other formats that get LL
+    /// rows of their own; 0 for none.
+    pub few_tokens: usize,
     /// With one node: rows of an in-place output, into which peers store rows directly; 0 for none.
     pub in_place_rows: usize,
 }
 
 impl PlanInput {
-    /// Pitch of a dispatched row in bytes.
+    /// Most bytes of a dispatched row with its scales.
     fn slot_bytes(&self) -> usize {
-        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16)
+        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16).max(self.other_slot_bytes)
     }
+
+    /// Most tokens of calls that get LL rows of their own; 0: none does.
+    fn few_tokens(&self, round_tokens: usize) -> usize {
+        let few = self.few_tokens <= self.ll_tokens && round_tokens > self.ll_tokens;
+        if few && self.nodes.members().len() == 1 { self.few_tokens } else { 0 }
+    }
+}
+
+/// What calls of a format take of the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CallBytes {
+    /// Bytes of a dispatched row, scales included, and of a partial row.
+    pub slot_bytes: usize,
+    pub partial_bytes: usize,
+    pub weights_with_dispatch: bool,
 }
 
 /// The shape of one direction's messages between nodes.
@@ -75,8 +95,6 @@ pub(crate) struct Message {
     pub header_bytes: u32,
     /// Pitch of a row; 0 if messages have headers only.
     pub row_bytes: u32,
-    /// From a message's start to its rows.
-    pub rows_offset: u32,
     pub chunk_rows: u32,
     /// Row r is in chunk (r + chunk_shift) / chunk_rows.
     pub chunk_shift: u32,
@@ -99,7 +117,14 @@ pub struct Plan {
     buffers: Vec<Buffer>,
     bytes: u64,
     pub(crate) regions: raw::ty_regions,
+    /// Most bytes of a dispatched row, and of a partial row.
     pub(crate) slot_bytes: usize,
+    pub(crate) partial_bytes: usize,
+    /// LL rows of calls of few tokens, where other calls have tagged rows: a tagged word that is left would look like
+    /// one that has arrived.
+    pub(crate) few_partials: Option<raw::ty_region>,
+    few_tokens: usize,
+    top_k: usize,
     pub(crate) slots: usize,
     /// Tokens of each rank in a round, and rounds of a call.
     pub(crate) round_tokens: usize,
@@ -170,6 +195,13 @@ impl Plan {
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
         let rounds = input.max_tokens.div_ceil(round_tokens);
         let regions = Self::regions(input, round_tokens, copies, &mut cursor).ok_or_else(overflow)?;
+        let (slots, few_tokens) = (input.top_k.min(input.nodes.largest()), input.few_tokens(round_tokens));
+        let few_bytes = few_tokens.checked_mul(slots).and_then(|places| places.checked_mul(input.partial_bytes));
+        let few_bytes = few_bytes.ok_or_else(overflow)? as u64;
+        let few_partials = match few_bytes {
+            0 => None,
+            bytes => Some(cursor.region("partial rows of few tokens", 2, 1, bytes).ok_or_else(overflow)?),
+        };
         let wire =
             if input.nodes.members().len() > 1 { Some(Self::wire(input, round_tokens, &mut cursor)?) } else { None };
         let plan = Plan {
@@ -177,7 +209,11 @@ impl Plan {
             buffers: cursor.buffers,
             regions,
             slot_bytes: input.slot_bytes(),
-            slots: input.top_k.min(input.nodes.largest()),
+            partial_bytes: input.partial_bytes,
+            few_partials,
+            few_tokens,
+            top_k: input.top_k,
+            slots,
             round_tokens,
             rounds,
             wire,
@@ -210,6 +246,36 @@ impl Plan {
     /// calls and the reason.
     pub fn explain(&self) -> &str {
         &self.explanation
+    }
+
+    /// Whether calls of so many tokens have LL rows of their own.
+    pub(crate) fn are_few(&self, max_tokens: usize) -> bool {
+        max_tokens <= self.few_tokens
+    }
+
+    /// Whether messages between nodes, if there are any, have room for the headers of such calls.
+    pub(crate) fn has_headers_of(&self, call: CallBytes) -> bool {
+        let bytes = header_bytes(Direction::Dispatch, self.top_k, call.weights_with_dispatch);
+        let most = |messages: &[Message]| messages[Direction::Dispatch.index()].header_bytes as usize;
+        self.wire.as_ref().is_none_or(|(_, messages)| bytes <= most(messages))
+    }
+
+    /// The messages of a direction in calls of a format, if there are several nodes: rows of its own size, in chunks of
+    /// no more bytes, behind the same room for headers.
+    pub(crate) fn message_of(&self, direction: Direction, call: CallBytes) -> Option<Message> {
+        let most = self.wire.as_ref()?.1[direction.index()];
+        let header_bytes = header_bytes(direction, self.top_k, call.weights_with_dispatch) as u32;
+        let row_bytes = match direction {
+            Direction::Dispatch => call.slot_bytes as u32,
+            Direction::Combine => call.partial_bytes as u32,
+            Direction::Weights | Direction::Barrier => 0,
+        };
+        if row_bytes == most.row_bytes {
+            return Some(Message { header_bytes, ..most });
+        }
+        let chunk_rows = (most.shape.chunk_bytes / row_bytes.max(1)).clamp(1, self.round_tokens.max(1) as u32);
+        let chunk_shift = if most.chunk_shift == 0 { 0 } else { chunk_rows };
+        Some(Message { row_bytes, chunk_rows, chunk_shift, header_bytes, ..most })
     }
 
     fn regions(input: &PlanInput, round_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
@@ -348,6 +414,17 @@ impl Plan {
     }
 }
 
+/// Bytes of a row's header in a direction's messages; 0 for none.
+fn header_bytes(direction: Direction, top_k: usize, weights_with_dispatch: bool) -> usize {
+    let bytes = match direction {
+        Direction::Dispatch if weights_with_dispatch => 4 + 8 * top_k,
+        Direction::Dispatch => 4 + 4 * top_k,
+        Direction::Weights => 4 * top_k,
+        Direction::Combine | Direction::Barrier => 0,
+    };
+    bytes.next_multiple_of(16)
+}
+
 /// The messages of one direction.
 fn message(input: &PlanInput, round_tokens: usize, direction: Direction) -> Result<Message> {
     let too_large = |what: &str| {
@@ -358,18 +435,12 @@ fn message(input: &PlanInput, round_tokens: usize, direction: Direction) -> Resu
         )
     };
     let peers = input.nodes.members().len() - 1;
-    let header = match direction {
-        Direction::Dispatch if input.weights_with_dispatch => 4 + 8 * input.top_k,
-        Direction::Dispatch => 4 + 4 * input.top_k,
-        Direction::Weights => 4 * input.top_k,
-        Direction::Combine | Direction::Barrier => 0,
-    };
+    let header = header_bytes(direction, input.top_k, input.weights_with_dispatch);
     let row_bytes = match direction {
         Direction::Dispatch => input.slot_bytes(),
         Direction::Combine => input.partial_bytes,
         Direction::Weights | Direction::Barrier => 0,
     };
-    let header = header.next_multiple_of(16);
     let used = direction != Direction::Weights || input.weights_with_combine;
     // Headers have chunk 0 to themselves.
     let before_rows = usize::from(header > 0);
@@ -394,10 +465,14 @@ fn message(input: &PlanInput, round_tokens: usize, direction: Direction) -> Resu
     let first_bytes = rows_offset.checked_add(rows_first).ok_or_else(|| too_large("the rows of a chunk"))?;
     let chunk_rows = u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?;
     Ok(Message {
-        shape: MessageShape { first_bytes, chunk_bytes, chunks: u16::try_from(chunks).unwrap_or(u16::MAX) },
+        shape: MessageShape {
+            first_bytes,
+            chunk_bytes,
+            chunks: u16::try_from(chunks).unwrap_or(u16::MAX),
+            rows_offset,
+        },
         header_bytes: header as u32,
         row_bytes: row_bytes as u32,
-        rows_offset,
         chunk_rows,
         chunk_shift: chunk_rows * before_rows as u32,
     })
@@ -416,6 +491,7 @@ mod tests {
             top_k: 8,
             row_bytes: 7168,
             scale_words: 56,
+            other_slot_bytes: 0,
             partial_bytes: 14336,
             max_local_experts: 32,
             weights_with_dispatch: false,
@@ -425,6 +501,7 @@ mod tests {
             receives: usize::MAX,
             double_buffer_bytes: 256 << 20,
             ll_tokens: 256,
+            few_tokens: 0,
             in_place_rows: 0,
         }
     }
@@ -721,30 +798,25 @@ mod tests {
     #[test]
     fn messages_have_a_head_headers_and_chunks_of_rows() {
         let messages = |input: &PlanInput| Plan::new(input).unwrap().wire.unwrap().1;
-        let shape = |first_bytes, chunk_bytes, chunks| MessageShape { first_bytes, chunk_bytes, chunks };
-        let of = |shape, header_bytes, row_bytes, rows_offset, chunk_rows, chunk_shift| Message {
-            shape,
-            header_bytes,
-            row_bytes,
-            rows_offset,
-            chunk_rows,
-            chunk_shift,
+        let of = |(first_bytes, chunk_bytes, chunks), header_bytes, row_bytes, rows_offset, chunk_rows, chunk_shift| {
+            let shape = MessageShape { first_bytes, chunk_bytes, chunks, rows_offset };
+            Message { shape, header_bytes, row_bytes, chunk_rows, chunk_shift }
         };
         // By direction: dispatch, combine, barrier, weights. A header of dispatch is a token and its 4 experts, 20
         // bytes in units of 16; a chunk has 16 of 100 rows, so the rows are 7 chunks.
         assert_eq!(
             messages(&uneven()),
             [
-                of(shape(32 + 100 * 32, 16 * 512, 1 + 7), 32, 512, 32 + 100 * 32, 16, 16),
-                of(shape(32 + 16 * 768, 16 * 768, 7), 0, 768, 32, 16, 0),
-                of(shape(32, 16, 1), 0, 0, 32, 1, 0),
-                of(shape(32 + 100 * 16, 16, 1), 16, 0, 32 + 100 * 16, 1, 1),
+                of((32 + 100 * 32, 16 * 512, 1 + 7), 32, 512, 32 + 100 * 32, 16, 16),
+                of((32 + 16 * 768, 16 * 768, 7), 0, 768, 32, 16, 0),
+                of((32, 16, 1), 0, 0, 32, 1, 0),
+                of((32 + 100 * 16, 16, 1), 16, 0, 32 + 100 * 16, 1, 1),
             ]
         );
         // Weights with dispatch are in its headers, 36 bytes, and nothing goes ahead.
         let with = PlanInput { weights_with_dispatch: true, weights_with_combine: false, ..uneven() };
         let [dispatch, _, _, ahead] = messages(&with);
-        assert_eq!((dispatch.header_bytes, dispatch.rows_offset, ahead.shape.chunks), (48, 32 + 100 * 48, 0));
+        assert_eq!((dispatch.header_bytes, dispatch.shape.rows_offset, ahead.shape.chunks), (48, 32 + 100 * 48, 0));
         // By default a chunk has 128 KiB, or 640 KiB of combine over several NICs; and not more rows than a round.
         let chunk_rows = |input: PlanInput| {
             let [dispatch, combine, ..] = messages(&PlanInput { chunk_rows: None, ..input });

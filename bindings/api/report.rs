@@ -178,6 +178,7 @@ fn describe(
             let combines = direction == raw::TY_DIRECTION_COMBINE as usize;
             Error::Order { rank, problem: pairing_problem(record, combines, rank, peer), fatal: true }
         }
+        raw::TY_ERROR_FORMAT => Error::Order { rank, problem: format_problem("dispatch", epoch, peer), fatal: true },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -249,11 +250,25 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
     )
 }
 
+fn format_problem(what: &str, number: u64, peer: Rank) -> String {
+    format!(
+        "{what} {number} has another format here than on rank {peer}, so this context is closed; all ranks must give a \
+         call rows of the same format, dtype and hidden, quantised or not, and the same weights and max_tokens"
+    )
+}
+
+/// Numbers of dispatches that differ by more than this are those of one dispatch, mixed with numbers of two formats.
+const FAR: i32 = 1 << 20;
+
 fn pairing_problem(record: &raw::ty_error_record, combines: bool, rank: Rank, peer: Rank) -> String {
     let (number, own) = (record.epoch, record.a);
     // The number with the peer's 31 low bits that is nearest to the own number.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
+    let is_far = own != 0 && record.b != 0 && !(-FAR..=FAR).contains(&ahead);
+    if is_far {
+        return format_problem(if combines { "combine" } else { "dispatch" }, number, peer);
+    }
     if !combines {
         // No dispatch has the number 0.
         let of = |number: u64| match number {

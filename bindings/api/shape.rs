@@ -1,31 +1,23 @@
 //! The shape that a context was built for: the settings that its plan, its launches and the checks of its calls use.
 
+use super::call_format::{CallFormat, Room, Weights};
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
-use super::plan::PlanInput;
+use super::plan::{CallBytes, PlanInput};
 use super::tuning::ArenaPlace;
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::proxy::wire::Nodes;
 
-/// Where the weights of combine's sums come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Weights {
-    /// With dispatch ([`Tokens::topk_weight`](super::Tokens::topk_weight)), whose call is refused without them.
-    Dispatch,
-    /// With combine ([`Rows::topk_weight`](super::Rows::topk_weight)), which sends them ahead to the expert ranks.
-    Combine,
-    /// Nowhere: every weight is 1.
-    None,
-}
+/// Most columns of a row.
+const MAX_HIDDEN: usize = 1 << 20;
 
 /// At most so many blocks are few (`TY_FEW_BLOCKS`).
 pub const FEW_BLOCKS: u32 = raw::TY_FEW_BLOCKS;
 
 /// Tokens of a round up to which partial rows are LL rows, in one node of ranks with many blocks (docs/notebook.md,
 /// "LL rows").
-const LL_TOKENS: usize = 256;
+pub(super) const LL_TOKENS: usize = 256;
 
 /// The shape that a context was built for.
 #[derive(Debug, Clone)]
@@ -58,6 +50,8 @@ pub(crate) struct Shape {
     pub format: RowFormat,
     pub quantize: bool,
     pub combine_dtype: Dtype,
+    /// Of the arena, beyond this format.
+    pub room: Room,
     pub partial: Partial,
     pub weights: Weights,
     pub row_bytes: usize,
@@ -67,6 +61,85 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
+    /// The format of its calls.
+    pub fn call_format(&self) -> CallFormat {
+        let format = CallFormat::new(self.hidden, self.format, self.max_tokens).quantize(self.quantize);
+        format.combine_dtype(self.combine_dtype).weights(self.weights)
+    }
+
+    /// The same with calls of another format.
+    pub fn of_format(&self, format: &CallFormat) -> Shape {
+        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens } = *format;
+        let (row_bytes, scale_words) = (rows.row_bytes(hidden), rows.scale_bytes(hidden) / 4);
+        let nodes = self.nodes.clone();
+        Shape {
+            hidden,
+            format: rows,
+            quantize,
+            combine_dtype,
+            weights,
+            max_tokens,
+            row_bytes,
+            scale_words,
+            nodes,
+            ..*self
+        }
+    }
+
+    /// Refuses rows that no context has. `combine_dtype`: what errors call that type.
+    ///
+    /// # Errors
+    /// `Config`.
+    pub fn check_rows(&self, combine_dtype: &'static str) -> Result<()> {
+        if !(1..=MAX_HIDDEN).contains(&self.hidden) {
+            return Err(Error::config("hidden", self.hidden, format!("use 1 to {MAX_HIDDEN} columns")));
+        }
+        if !self.row_bytes.is_multiple_of(16) {
+            let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", self.row_bytes);
+            return Err(Error::config("hidden", self.hidden, advice));
+        }
+        let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
+        if self.format.dtype == Dtype::Fp8E4m3 && !blocks {
+            return Err(Error::config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple"));
+        }
+        if self.quantize && (self.format.dtype != Dtype::Fp8E4m3 || self.format.scales == Scales::None) {
+            let advice = format!(
+                "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
+                self.format.dtype, self.format.scales
+            );
+            return Err(Error::config("quantize", true, advice));
+        }
+        self.float_code(combine_dtype, self.combine_dtype)?;
+        if self.partial == Partial::Fp8 && !blocks {
+            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows";
+            return Err(Error::config("hidden", self.hidden, advice));
+        }
+        Ok(())
+    }
+
+    /// Bytes of a dispatched row in the arena, scales included.
+    pub fn slot_bytes(&self) -> usize {
+        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16)
+    }
+
+    /// `room`, and that for calls of this shape, whose partial rows may be LL rows for at most `ll_tokens` tokens.
+    pub fn add_to(&self, room: Room, ll_tokens: usize) -> Room {
+        let few = if self.max_tokens <= ll_tokens { self.max_tokens } else { 0 };
+        Room {
+            slot_bytes: room.slot_bytes.max(self.slot_bytes()),
+            partial_bytes: room.partial_bytes.max(self.partial_bytes()),
+            weights_with_dispatch: room.weights_with_dispatch || self.weights_with_dispatch(),
+            weights_with_combine: room.weights_with_combine || self.weights_with_combine(),
+            few_tokens: room.few_tokens.max(few),
+        }
+    }
+
+    /// What its calls take of the arena.
+    pub fn call_bytes(&self) -> CallBytes {
+        let (slot_bytes, partial_bytes) = (self.slot_bytes(), self.partial_bytes());
+        CallBytes { slot_bytes, partial_bytes, weights_with_dispatch: self.weights_with_dispatch() }
+    }
+
     /// Chooses which partial rows are LL rows, unless `Tuning::ll_tokens` did. `few_blocks`: whether calls of any rank
     /// have few blocks.
     pub fn choose_ll_tokens(&mut self, few_blocks: bool) {
@@ -124,16 +197,16 @@ impl Shape {
 
     pub fn weights_sentence(&self) -> &'static str {
         match self.weights {
-            Weights::Dispatch => "this context takes weights with dispatch",
-            Weights::Combine => "this context takes weights with combine",
-            Weights::None => "this context has no weights",
+            Weights::Dispatch => "this call takes weights with dispatch",
+            Weights::Combine => "this call takes weights with combine",
+            Weights::None => "this call has no weights",
         }
     }
 
     pub fn scales_sentence(&self) -> &'static str {
         match self.format.scales {
-            Scales::None => "this context's rows have no scales",
-            _ => "this context's rows have scales",
+            Scales::None => "rows of this call have no scales",
+            _ => "rows of this call have scales",
         }
     }
 
@@ -145,7 +218,7 @@ impl Shape {
     /// Whether rows are given with scales, and why.
     pub fn input_scales(&self) -> (bool, &'static str) {
         match (self.quantize, self.format.scales) {
-            (true, _) => (false, "this context makes the scales as it quantises bf16 rows"),
+            (true, _) => (false, "this call makes the scales as it quantises bf16 rows"),
             (false, scales) => (scales != Scales::None, self.scales_sentence()),
         }
     }
@@ -186,15 +259,17 @@ impl Shape {
             top_k: self.top_k,
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
-            partial_bytes: self.partial_bytes(),
+            other_slot_bytes: self.room.slot_bytes,
+            partial_bytes: self.partial_bytes().max(self.room.partial_bytes),
             max_local_experts: self.max_local_experts,
-            weights_with_dispatch: self.weights_with_dispatch(),
-            weights_with_combine: self.weights_with_combine(),
+            weights_with_dispatch: self.weights_with_dispatch() || self.room.weights_with_dispatch,
+            weights_with_combine: self.weights_with_combine() || self.room.weights_with_combine,
             nics: self.nics,
             chunk_rows: self.chunk_rows,
             receives: self.receives,
             double_buffer_bytes: self.double_buffer_bytes,
             ll_tokens: self.ll_tokens.unwrap_or(0),
+            few_tokens: self.room.few_tokens,
             in_place_rows: self.in_place.map_or(0, |(rows, _)| rows),
         }
     }
@@ -212,7 +287,7 @@ impl Shape {
         format!(
             "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
              max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
-             partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
+             partial={:?} weights={:?} room={} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
             self.ranks,
@@ -235,6 +310,7 @@ impl Shape {
             self.combine_dtype,
             self.partial,
             self.weights,
+            self.room,
         )
     }
 }

@@ -169,6 +169,9 @@ pub struct BenchArgs {
     /// Each dispatch is followed by one by its handle, of new rows: without metadata, and without a wait for counts
     #[arg(long)]
     pub replay: bool,
+    /// Calls of another format alternate with these, in the same context; these alone are timed
+    #[arg(long)]
+    pub mixed: bool,
     /// Replicas of each expert, of which each token takes one of the nearest
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
     pub replicas: Option<usize>,

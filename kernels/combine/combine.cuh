@@ -50,7 +50,7 @@ TY_DEVICE void report_rails(const CombineArgs auto &a, const Team &team, const R
     u32 rank = load(&head->rank);
     if (dispatch != own || rank >= c.ranks) rank = peer;
     u32 kind = dispatch == own ? TY_ERROR_INCOMPLETE : TY_ERROR_PAIRING;
-    keep_fault({kind, 0, rank, round.epoch, load(&head_of(a)->epoch), dispatch, 0});
+    keep_fault({kind, 0, rank, round.epoch, load(&head_of(a)->epoch), dispatch ^ c.format >> 1, 0});
     if (dispatch != own) close(c);
   }
 }

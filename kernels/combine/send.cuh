@@ -107,9 +107,10 @@ TY_DEVICE u64 mask_for_warp(const Context auto &c, const RankMasks &masks, u32 i
 //
 //   63.........32 31...............................1 0
 //       epoch      number of the combined dispatch   1: rows are missing
+//                  ^ number of the format
 //
 TY_DEVICE u32 dispatch_number(const CombineArgs auto &a) {
-  return static_cast<u32>(load(&head_of(a)->epoch)) << 1 >> 1;
+  return (static_cast<u32>(load(&head_of(a)->epoch)) << 1 ^ a.context.format) >> 1;
 }
 TY_DEVICE u32 combine_status(const CombineArgs auto &a) {
   return dispatch_number(a) << 1 | (load(&head_of(a)->incomplete) ? 1 : 0);
@@ -128,7 +129,7 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
     u64 flag = flag_of(rank);
     u32 theirs = static_cast<u32>(flag) >> 1;
     if (flag >> 32 != (epoch & 0xffffffffu) || theirs == dispatch_number(a)) continue;
-    keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, load(&head_of(a)->epoch), theirs, 0});
+    keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, load(&head_of(a)->epoch), theirs ^ c.format >> 1, 0});
     return close(c);
   }
 }

@@ -75,7 +75,7 @@ TY_DEVICE void keep_fault(const Fault &found) {
   LaunchShared &shared = block_shared<LaunchShared>();
   u32 kind = found.kind;
   bool closes = kind == TY_ERROR_TIMEOUT || kind == TY_ERROR_PEER_LOST;
-  u32 fatal = closes || kind == TY_ERROR_OVERLAP || kind == TY_ERROR_PAIRING ? 1 : 0;
+  u32 fatal = closes || kind == TY_ERROR_OVERLAP || kind == TY_ERROR_PAIRING || kind == TY_ERROR_FORMAT ? 1 : 0;
   if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
   Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
@@ -341,18 +341,25 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &
   return false;
 }
 
-// Waits until the word's bits above `shift` equal `expected`; acquires at system scope. False once a deadline passed.
-TY_DEVICE bool wait_word(const Context auto &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
-                         const char *name) {
+// Waits until the word's bits above `shift` equal `expected`, and loads it into `found`; acquires at system scope.
+// False once a deadline passed.
+TY_DEVICE bool wait_value(const Context auto &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
+                          const char *name, u64 &found) {
   u64 seen = load_relaxed_sys(word), start = 0;
   for (u32 poll = 1;; ++poll) {
     // The caller's edge (N1 to N4, N9, N10, N14, E6), acquired once: each acquisition takes the multiprocessor's first
     // cache from all of its warps.
-    if ((seen >> shift) == expected) return (void)load_acquire_sys(word), true;
+    if ((seen >> shift) == expected) return found = load_acquire_sys(word), true;
     spin_pause(name);
     seen = load_relaxed_sys(word);
     if (!may_wait(c, wait, poll, start, expected, seen >> shift)) return false;
   }
+}
+
+TY_DEVICE bool wait_word(const Context auto &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
+                         const char *name) {
+  u64 found = 0;
+  return wait_value(c, wait, word, shift, expected, name, found);
 }
 
 // A flag is {epoch, 32 bits; status, 32 bits}. Equality suffices: a peer cannot be two epochs ahead (the grammar),

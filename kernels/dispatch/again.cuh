@@ -60,8 +60,13 @@ TY_DEVICE bool differs_in_tokens(const DispatchArgs auto &a, const Round &round,
   return true;
 }
 
-// The number of the handle's dispatch, as combine flags have it; never 0 here.
-TY_DEVICE u32 again_status(const DispatchArgs auto &a) { return static_cast<u32>(load(&head_of(a)->epoch)) << 1 | 1; }
+// What N1 and message heads say of a dispatch, for others to compare with their own: of one by an earlier handle the
+// number of the handle's dispatch, mixed with that of the format, and 1 in the lowest bit; else the format's number,
+// which is even.
+TY_DEVICE u32 dispatch_status(const DispatchArgs auto &a) {
+  u32 format = a.context.format;
+  return goes_again(a) ? (static_cast<u32>(load(&head_of(a)->epoch)) << 1 ^ format) | 1 : format;
+}
 
 // Whether a node peer has raised N1 for the handle of another dispatch; its rows may then never come. By a thread.
 TY_DEVICE bool gave_other(const DispatchArgs auto &a, u64 epoch, u32 source) {
@@ -70,8 +75,8 @@ TY_DEVICE bool gave_other(const DispatchArgs auto &a, u64 epoch, u32 source) {
   const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, source - c.node_first);
   u64 seen = load_relaxed_sys(flag);
   u32 theirs = static_cast<u32>(seen);
-  if (seen >> 32 != (epoch & 0xffffffffu) || theirs == again_status(a)) return false;
-  refuse_other(a, epoch, source, again_status(a), theirs);
+  if (seen >> 32 != (epoch & 0xffffffffu) || theirs == dispatch_status(a)) return false;
+  refuse_other(a, epoch, source, dispatch_status(a), theirs);
   return true;
 }
 
@@ -104,9 +109,9 @@ TY_DEVICE void publish_sent(const Context auto &c, const Team &team, const Round
   if (spans_nodes(c)) store_relaxed_sys(meta.source_tokens + token, u64{0});
 }
 
-// After wait_round: whether each node peer gave the same dispatch's handle; and waits until every source of other nodes
-// has sent the round. All sources have then finished the epoch before, as counts show in announced dispatches: whoever
-// is two epochs ahead would write where this rank still reads. By a team of one block.
+// After wait_round: waits until every source of other nodes has sent the round. All sources have then finished the
+// epoch before, as counts show in announced dispatches: whoever is two epochs ahead would write where this rank still
+// reads. By a team of one block.
 TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Round &round) {
   const auto &c = a.context;
   for (u32 source = team_thread(team); spans_nodes(c) && source < c.ranks; source += team_threads(team)) {
@@ -114,8 +119,6 @@ TY_DEVICE void end_round(const DispatchArgs auto &a, const Team &team, const Rou
     if (!is_node_peer(c, source))
       (void)wait_meta(c, round.call, source, sent_word(c, meta_of(c, c.local, source, round.call), round), value);
   }
-  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team))
-    (void)gave_other(a, round.epoch, world_rank(c, peer));
 }
 
 // ---- sending -----------------------------------------------------------------------------------------------------

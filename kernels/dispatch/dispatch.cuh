@@ -263,7 +263,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
     if (inter_node && forwards && !wait_head(c, team, round, j)) return false;
     if (inter_node && forwards && goes_again(a)) {
-      if (pair == c.local && team_thread(team) == 0) compare_head(a, round.epoch, j, again_status(a));
+      if (pair == c.local && team_thread(team) == 0) compare_head(a, round.epoch, j);
       publish_sent(c, team, round, pair, served_source(c, j));
       team_barrier(team);
       continue;
@@ -276,7 +276,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       if (!begins) continue;
     }
     if (heads) {
-      pack_head(a, in, round, i, refused, goes_again(a) ? again_status(a) : 0);
+      pack_head(a, in, round, i, refused);
     } else {
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
@@ -433,7 +433,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     team = team_in(kept, kind);
     if (!places && carried) {
       if (kind == pass_push && block_index() == first_sender)
-        raise_epoch(c, team, load(&kept.epoch), goes_again(a) ? again_status(a) : TY_STATUS_OK);
+        raise_epoch(c, team, load(&kept.epoch), in_place(c) ? TY_STATUS_OK : dispatch_status(a));
       if (goes_again(a) && kind == pass_push && load(&kept.round) == 0)
         for (u32 rank = block_index() - first_sender; rank < c.node_ranks; rank += worker_count(c) - first_sender)
           publish_sent(c, team, round_in(kept), rank, c.rank);

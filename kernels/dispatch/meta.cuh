@@ -402,7 +402,7 @@ TY_DEVICE u64 *own_choice(const Context auto &c, u64 place) {
 
 // Words that no routing has used for long must not come to look new: each epoch rewrites those of one token,
 // cyclically. 31 bits of the epoch suffice: a cycle is over long before they wrap, and then starts again.
-TY_DEVICE u32 refreshed_token(const Context auto &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
+TY_DEVICE u32 refreshed_token(const Context auto &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.most_tokens; }
 
 // The ranks of this node that a lane's token goes to, by choices from for_choices. By a warp.
 TY_DEVICE u64 token_ranks(const Context auto &c, const Choice &choice) {

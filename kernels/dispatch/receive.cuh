@@ -473,12 +473,20 @@ TY_DEVICE void write_head(const DispatchArgs auto &a, const Team &team, const Pl
 }
 
 // Waits until every node peer has reported that it has read its receive buffer of the epoch before; this rank writes
-// there again in the epoch after the next. By a team of one block. False once a deadline passed.
-TY_DEVICE bool wait_round(const Context auto &c, const Team &team, u64 epoch) {
+// there again in the epoch after the next. By a team of one block. False once a deadline passed, or if a peer's call
+// does not go with this one.
+TY_DEVICE bool wait_round(const DispatchArgs auto &a, const Team &team, u64 epoch) {
+  const auto &c = a.context;
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
-    failed |= !wait_flag(c, flag, epoch, TY_SITE_METADATA, world_rank(c, peer), "metadata flag");
+    Wait wait{TY_SITE_METADATA, world_rank(c, peer), epoch, 0};
+    u64 found = 0;
+    failed |= !wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
+    // All calls with in-place output are alike.
+    if (in_place(c) || failed || static_cast<u32>(found) == dispatch_status(a)) continue;
+    refuse_other(a, epoch, world_rank(c, peer), dispatch_status(a), static_cast<u32>(found));
+    failed = true;
   }
   return !team_any(team, failed);
 }
@@ -523,7 +531,7 @@ TY_DEVICE void end_placing(const DispatchArgs auto &a, const Team &team, const R
   const auto &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
   // A warp that failed belongs to a team that must meet.
-  if (block_index() != 0 || team_any(team, !placed) || !wait_round(c, team, round.epoch)) return;
+  if (block_index() != 0 || team_any(team, !placed) || !wait_round(a, team, round.epoch)) return;
   if (goes_again(a)) end_round(a, team, round);
 }
 

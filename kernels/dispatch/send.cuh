@@ -272,16 +272,21 @@ TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
           quantization(a.context)};
 }
 
-// Closes the context since ranks gave handles of different dispatches, or one gave choices: `own` and `theirs` as
-// again_status, or 0. By a thread.
+// In again.cuh.
+TY_DEVICE u32 dispatch_status(const DispatchArgs auto &a);
+
+// Closes the context since ranks gave handles of different dispatches, or one gave choices, or rows of different
+// formats: `own` and `theirs` as dispatch_status. By a thread.
 TY_DEVICE void refuse_other(const DispatchArgs auto &a, u64 epoch, u32 peer, u32 own, u32 theirs) {
-  u64 number = own ? load(&pointer<const ty_handle_head>(a.handle.head)->epoch) : 0;
-  keep_fault({TY_ERROR_PAIRING, 0, peer, epoch, number, theirs >> 1, 0});
+  u64 number = own & 1 ? load(&pointer<const ty_handle_head>(a.handle.head)->epoch) : 0;
+  u32 format = a.context.format >> 1;
+  u32 kind = (own | theirs) & 1 ? TY_ERROR_PAIRING : TY_ERROR_FORMAT;
+  keep_fault({kind, 0, peer, epoch, number, theirs & 1 ? theirs >> 1 ^ format : 0, 0});
   close(a.context);
 }
 
-// Notifies every node peer that this rank's reads of the epoch before are over. By the team of one block. `status`:
-// TY_STATUS_OK, or as again_status.
+// Notifies every node peer that this rank's reads of the epoch before are over. By the team of one block. `status`: as
+// dispatch_status.
 TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch, u32 status) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))

@@ -181,9 +181,8 @@ TY_DEVICE WireRound wire_round(const Context auto &c, u32 node, const Round &rou
 }
 
 // Packs the head of the message to one node, with the headers if it is the call's first. By a whole block, after
-// begin_messages. `number`: 0, or as again_status.
-TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Round &round, u32 link, bool faulty,
-                         u32 number) {
+// begin_messages.
+TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Round &round, u32 link, bool faulty) {
   const auto &c = a.context;
   bool begins = round.number == 0 && !goes_again(a);
   char *message = staging_of(c, TY_DIRECTION_DISPATCH, round.epoch, link);
@@ -195,7 +194,7 @@ TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Ro
   if (thread_index() == 0) {
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
     write_wire_head(message, round.epoch, status, own.shape, c.rank);
-    store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, number);
+    store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, dispatch_status(a));
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
     count_packed(c, TY_DIRECTION_DISPATCH, round.epoch, link, own.shape, 0, packed_head);
   }
@@ -293,10 +292,9 @@ TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Round &r
   return !team_any(team, failed);
 }
 
-// Closes the context if the head of source j's message names another handle's dispatch than `own`, as again_status; 0:
-// none, as this rank was given choices. By a thread.
-TY_DEVICE void compare_head(const DispatchArgs auto &a, u64 epoch, u32 j, u32 own) {
-  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch);
+// Closes the context if the head of source j's message shows that its call does not go with this one. By a thread.
+TY_DEVICE void compare_head(const DispatchArgs auto &a, u64 epoch, u32 j) {
+  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch), own = dispatch_status(a);
   if (theirs != own) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
 }
 
@@ -312,7 +310,7 @@ TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, con
   if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + round.number, meta_word(round.call, rows.end));
   if (leads && keeps) {
     store(round_starts(c, a.handle.rail_rows, j) + round.number + 1, rows.end);
-    compare_head(a, round.epoch, j, 0);
+    compare_head(a, round.epoch, j);
   }
   if (round.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);

@@ -68,8 +68,9 @@
 #define TY_FP32 2
 #define TY_FP8_E4M3 3
 
-// Low half of a flag, except of a combine flag (combine_status in kernels/combine/send.cuh): the sender's status in
-// this epoch. The high half is the epoch's low 32 bits. Also the status word of a message's head.
+// Low half of a flag, except of combine flags (combine_status in kernels/combine/send.cuh) and of metadata flags
+// (dispatch_status in kernels/dispatch/again.cuh): the sender's status in this epoch. The high half is the epoch's low
+// 32 bits. Also the status word of a message's head.
 #define TY_STATUS_OK 0
 #define TY_STATUS_BAD_INPUT 1  // dispatch: the source's routing was unusable, it sends nothing
 #define TY_STATUS_INCOMPLETE 2 // combine: the expert rank's output overflowed, it sends no rows
@@ -90,6 +91,7 @@
 #define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
 #define TY_ERROR_PAIRING 10     // peer, a: the dispatch of this rank's handle, b: 31 bits of the peer's, 0: none; fatal
 #define TY_ERROR_OTHER_COUNT 11 // a: count found, b: count of the handle's dispatch
+#define TY_ERROR_FORMAT 12      // peer, whose call has rows of another format; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -201,8 +203,7 @@ typedef struct ty_wire_head {
   uint32_t rows;     // rows that follow
   uint32_t rank;     // with TY_STATUS_INCOMPLETE: whose rows are missing
   uint32_t headers;  // row headers that come first: of all rows of the call, in its first round
-  uint32_t dispatch; // of sums: number of the dispatch that is combined, as in combine flags; of rows that go by an
-                     // earlier handle: again_status, else 0
+  uint32_t dispatch; // of sums: number of the dispatch that is combined, as in combine flags; of rows: dispatch_status
   uint32_t reserved;
 } ty_wire_head;
 
@@ -346,6 +347,9 @@ typedef struct ty_context {
   uint32_t guarded; // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
                     // may make some
   uint32_t bitmap_planes; // of a tile's bitmap: 1, or where a token may name an expert several times the bits of top_k
+  uint32_t format;        // a number of the call's format, even, by which ranks recognise that they differ; 0: that of
+                          // the context
+  uint32_t most_tokens;   // of any call of the context: max_tokens is the call's
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

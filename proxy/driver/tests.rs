@@ -23,7 +23,7 @@ struct Side {
 
 fn wire() -> Wire {
     let nodes = Nodes::new(vec![vec![Rank(0)], vec![Rank(1)]]).unwrap();
-    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
+    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3, rows_offset: 256 };
     let unused = MessageShape { chunks: 0, ..shape };
     let shapes = [shape, shape, unused, unused];
     Wire::new(WireInput { nodes, nics: 2, shapes, staging_offset: 0, recv_buffer_offset: 1 << 14 }).unwrap()
@@ -73,7 +73,8 @@ impl Side {
         let count = wire.chunks_word(direction, epoch, LinkIdx(0));
         self.memory.chunks.get(count).unwrap().store(u64::from(chunks), Ordering::Relaxed);
         for chunk in (0..chunks).map(ChunkIdx) {
-            let start = wire.staging_offset(direction, epoch, LinkIdx(0), chunk) / 8;
+            let shape = wire.shape(direction);
+            let start = (wire.staging_offset(direction, epoch, LinkIdx(0)) + shape.chunk_offset(chunk)) / 8;
             let bytes = wire.shape(direction).chunk_capacity(chunk);
             for at in 0..u64::from(bytes / 8) {
                 let word = self.arena.get((start + at) as usize).unwrap();
@@ -92,7 +93,8 @@ impl Side {
             let word = wire.arrival_word(direction, epoch, place);
             let any = left.iter().map(|chunk| arrival(epoch, SourceIdx(0), *chunk)).collect::<Vec<_>>();
             let chunk = left.swap_remove(wait_for("arrived", &self.memory.arrived, word, &any));
-            let start = wire.recv_buffer_offset(direction, epoch, SourceIdx(0), chunk) / 8;
+            let shape = wire.shape(direction);
+            let start = (wire.recv_buffer_offset(direction, epoch, SourceIdx(0)) + shape.chunk_offset(chunk)) / 8;
             for at in 0..u64::from(wire.shape(direction).chunk_capacity(chunk) / 8) {
                 let seen = self.arena.get((start + at) as usize).unwrap().load(Ordering::Relaxed);
                 assert_eq!(seen, value(peer, epoch, chunk.0, at), "epoch {epoch} {chunk:?} word {at}");

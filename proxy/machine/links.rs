@@ -49,6 +49,8 @@ struct Link {
     /// The next chunk to be rung, or the one that is blocked.
     epoch: u64,
     chunk: ChunkIdx,
+    /// Where that chunk begins in its message.
+    offset: u64,
     /// Of the message; known from chunk 0 on.
     chunks: u16,
     /// Of the blocked chunk.
@@ -133,6 +135,7 @@ impl Context {
                     state: LinkState::Watching,
                     epoch: first_epoch,
                     chunk: ChunkIdx(0),
+                    offset: 0,
                     chunks: 0,
                     bytes: 0,
                     under_way: [UnderWay::default(); 2],
@@ -348,8 +351,8 @@ impl Link {
 
     /// Posts the current chunk's shards of the NICs in `wanted`.
     fn post(&mut self, common: &Common, wanted: u8, stats: &mut MachineStats, out: &mut impl Outputs) -> Outcome {
-        let source = common.wire.staging_offset(self.direction, self.epoch, self.index, self.chunk);
-        let target = common.wire.recv_buffer_offset(self.direction, self.epoch, self.slot, self.chunk);
+        let source = common.wire.staging_offset(self.direction, self.epoch, self.index) + self.offset;
+        let target = common.wire.recv_buffer_offset(self.direction, self.epoch, self.slot) + self.offset;
         let mut left = wanted;
         let mut outcome = Outcome::Posted;
         for nic in (0..common.wire.nics()).filter(|nic| wanted & 1 << nic != 0) {
@@ -426,6 +429,7 @@ impl Link {
 
     /// The current chunk is done with: all posted, or given up.
     fn next_chunk(&mut self, common: &Common, out: &mut impl Outputs) {
+        self.offset = common.wire.shape(self.direction).next_offset(self.chunk, self.offset, self.bytes);
         self.chunk.0 += 1;
         if self.chunk.0 < self.chunks {
             return;
@@ -433,7 +437,7 @@ impl Link {
         let finished = parity(self.epoch);
         self.under_way[finished].whole = true;
         self.epoch = self.epoch.wrapping_add(1);
-        self.chunk = ChunkIdx(0);
+        (self.chunk, self.offset) = (ChunkIdx(0), 0);
         self.settle(common, finished as u8, out);
     }
 

@@ -8,6 +8,8 @@ use std::collections::BTreeSet;
 use rig::{PATIENCE, test_device};
 use tokenyard::*;
 
+mod in_place;
+
 const HIDDEN: usize = 640;
 const EXPERTS: usize = 4;
 const TOP_K: usize = 2;
@@ -447,9 +449,9 @@ fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> 
     let of_output = |output: Output| Given { output, ..good.clone() };
     let of_rows = |rows: Rows| Given { rows, ..good.clone() };
     let weights = match case.weights {
-        Weights::Dispatch => "this context takes weights with dispatch",
-        Weights::Combine => "this context takes weights with combine",
-        Weights::None => "this context has no weights",
+        Weights::Dispatch => "this call takes weights with dispatch",
+        Weights::Combine => "this call takes weights with combine",
+        Weights::None => "this call has no weights",
         later => panic!("{later:?} have no case"),
     };
     let name = "topk_weight";
@@ -463,12 +465,12 @@ fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> 
     } else {
         add(Of::Rows, name, name, of_rows(rows().topk_weight(any.clone())), "given", weights);
     }
-    let (has, has_none) = ("this context's rows have scales", "this context's rows have no scales");
+    let (has, has_none) = ("rows of this call have scales", "rows of this call have no scales");
     let name = "scales";
     if case.has_input_scales() {
         add(Of::Tokens, name, name, of_tokens(tokens().scales(None)), "missing", has);
     } else {
-        let why = if case.quantize { "this context makes the scales as it quantises bf16 rows" } else { has_none };
+        let why = if case.quantize { "this call makes the scales as it quantises bf16 rows" } else { has_none };
         add(Of::Tokens, name, name, of_tokens(tokens().scales(scales)), "given", why);
     }
     if case.words() > 0 {
@@ -493,28 +495,58 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     };
     let of_tokens = |tokens: Tokens| Given { tokens, ..good.clone() };
     let of_output = |output: Output| Given { output, ..good.clone() };
-    let built_for =
-        |own: String| format!("this context was built for {own}; give that, or build a context for the other");
     let many = of_tokens(good.tokens.clone().count(TokenCount::Host(MAX_TOKENS + 1)));
-    let most = format!("this context was built for at most {MAX_TOKENS} tokens a rank");
+    let most = format!("this call has at most {MAX_TOKENS} tokens a rank");
     add(Of::Tokens, "count", many, "count", (MAX_TOKENS + 1).to_string(), most);
-    for other in [RowFormat::BF16, RowFormat::FP8_F32].into_iter().filter(|other| *other != case.format) {
-        let given = of_tokens(good.tokens.clone().format(other));
-        add(Of::Tokens, "format", given, "format", other.to_string(), built_for(case.format.to_string()));
+    let (row, slot) = (case.row_bytes() + 4 * case.words(), (case.row_bytes() + 4 * case.words()).next_multiple_of(16));
+    let room = "build the context with room_for such calls";
+    if row < HIDDEN * 4 {
+        let given = of_tokens(good.tokens.clone().format(RowFormat::FP32));
+        let value = format!("fp32 rows of {HIDDEN} columns, {} bytes a row", HIDDEN * 4);
+        add(Of::Tokens, "format", given, "format", value, format!("rows of this arena have {slot}; {room}"));
     }
-    let given = of_tokens(good.tokens.clone().hidden(HIDDEN / 2));
-    add(Of::Tokens, "hidden", given, "hidden", (HIDDEN / 2).to_string(), built_for(HIDDEN.to_string()));
+    let given = of_tokens(good.tokens.clone().hidden(2 * HIDDEN));
+    let twice = (2 * row).next_multiple_of(16);
+    let value = format!("{} of {} columns, {twice} bytes a row", case.format, 2 * HIDDEN);
+    add(Of::Tokens, "hidden", given, "format", value, format!("rows of this arena have {slot}; {room}"));
+    let odd_bytes = (HIDDEN + 1) * case.format.dtype().bytes();
+    let odd = format!("a row of {odd_bytes} bytes is no multiple of 16; pad the hidden size");
+    for (hidden, advice) in [
+        (0, "use 1 to 1048576 columns".to_owned()),
+        ((1 << 20) + 1, "use 1 to 1048576 columns".to_owned()),
+        (HIDDEN + 1, odd),
+    ] {
+        let given = of_tokens(good.tokens.clone().hidden(hidden));
+        add(Of::Tokens, "hidden", given, "hidden", hidden.to_string(), advice);
+    }
+    for tokens in [0, MAX_TOKENS + 1] {
+        let given = of_tokens(good.tokens.clone().max_tokens(tokens));
+        let advice = format!("use 1 to {MAX_TOKENS}, the most of this context");
+        add(Of::Tokens, "max_tokens", given, "max_tokens", tokens.to_string(), advice);
+    }
+    if case.weights != Weights::Combine {
+        let given = of_tokens(good.tokens.clone().weights(Weights::Combine));
+        add(Of::Tokens, "weights", given, "weights", "Combine".to_owned(), room.to_owned());
+    }
     for other in [0, TOP_K + 1] {
         let advice = format!("this context was built for 1 to {TOP_K} choices of a token");
         add(Of::Tokens, "top_k", of_tokens(good.tokens.clone().top_k(other)), "top_k", other.to_string(), advice);
     }
-    let given = of_tokens(good.tokens.clone().quantize(!case.quantize));
-    let (other, own) = ((!case.quantize).to_string(), built_for(case.quantize.to_string()));
-    add(Of::Tokens, "quantize", given, "quantize", other, own);
-    for other in [Dtype::Bf16, Dtype::Fp8E4m3].into_iter().filter(|other| *other != case.combine_dtype) {
-        let given = Given { rows: good.rows.clone().dtype(other), ..good.clone() };
-        let own = built_for(case.combine_dtype.to_string());
-        add(Of::Rows, "dtype", given, "dtype of rows", other.to_string(), own);
+    if case.words() == 0 {
+        let given = of_tokens(good.tokens.clone().quantize(true));
+        let made = "it makes fp8 rows with scales, and these are";
+        let (dtype, scales) = (case.format.dtype(), case.format.scales());
+        let advice = format!("{made} {dtype} with scales {scales:?}; use fp8 with F32 or Ue8m0");
+        add(Of::Tokens, "quantize", given, "quantize", "true".to_owned(), advice);
+    }
+    let given = Given { rows: good.rows.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
+    let floats = "use bf16, fp16 or fp32".to_owned();
+    add(Of::Rows, "dtype", given, "dtype of rows", Dtype::Fp8E4m3.to_string(), floats);
+    if case.combine_dtype != Dtype::Fp32 {
+        let given = Given { rows: good.rows.clone().dtype(Dtype::Fp32), ..good.clone() };
+        let value = format!("fp32 of {HIDDEN} columns, {} bytes", 4 * HIDDEN);
+        let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes());
+        add(Of::Rows, "dtype", given, "dtype of rows", value, advice);
     }
     let given = Given { out: good.out.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
     let (fp8, floats) = (Dtype::Fp8E4m3.to_string(), "use bf16, fp16 or fp32".to_owned());
@@ -823,60 +855,4 @@ fn no_field_of_a_calls_arguments_is_left_out() {
         let known: BTreeSet<String> = known.map(str::to_owned).collect();
         assert_eq!(fields, known, "fields of {of:?}, and those that this test makes wrong");
     }
-}
-
-// ---- outputs in place
-
-#[test]
-fn an_output_in_place_that_differs_in_one_field_is_refused() {
-    const ROWS: usize = 8;
-    let world = World::threads(1).unwrap().remove(0);
-    let device = test_device(&world);
-    let builder = rig::builder(&world, &device).hidden(128).format(RowFormat::FP8_F32);
-    let ep = builder.tuning(|tuning| tuning.in_place = Some((ROWS, 1))).build().unwrap();
-    let (stream, memory) = (device.new_stream().unwrap(), Memory::new(&device));
-    memory.own.fill(0).unwrap();
-    let own = ep.in_place().unwrap();
-    assert_eq!(fields_of(&own), BTreeSet::from(["layout", "pitch_bytes", "rows", "scales"].map(str::to_owned)));
-    let tokens = Tokens::new(memory.view(0, 128, 16), memory.view(1, 8, 4), TokenCount::Host(1));
-    let tokens = tokens.topk_weight(memory.view(2, 8, 4)).scales(ScaleView::new(memory.view(3, 4, 4), 4, 4));
-    memory.own.write(SLOT + 4, &[0i32, 1].map(i32::to_ne_bytes).concat()).unwrap();
-    let scales = own.scales.clone().unwrap();
-    let good = Output::new(own.layout, own.rows.clone(), memory.view(4, 4 * rig::EXPERTS, 4)).scales(scales.clone());
-    let later = |view: &View, bytes: usize| view.slice(bytes, view.len() - bytes).unwrap();
-    let others = [
-        ("another capacity", good.clone().layout(Layout::Contiguous { align: 1, capacity: ROWS - 1 })),
-        ("another alignment", good.clone().layout(Layout::Contiguous { align: 2, capacity: ROWS })),
-        ("another layout", good.clone().layout(Layout::Token { capacity: ROWS })),
-        ("rows elsewhere", good.clone().rows(memory.view(5, ROWS * 128, 16))),
-        ("rows further on", good.clone().rows(later(&own.rows, 128))),
-        ("another pitch", good.clone().pitch_bytes(own.pitch_bytes + 16)),
-        ("no scales", good.clone().scales(None)),
-        ("scales further on", good.clone().scales(later(&scales, 4))),
-        ("scales by column", good.clone().scale_order(ScaleOrder::ColumnMajor)),
-    ];
-    let mut problems = Vec::new();
-    for (what, output) in others {
-        let given = format!("{:?} at {:#x}", output.layout, output.rows.ptr());
-        let advice = "this context has in-place output; give the output that in_place() returns".to_owned();
-        let outcome = ep.dispatch(&stream, &tokens, &output).map(drop).map_err(|error| refusal(&error));
-        if outcome != Err(("output", given, advice)) {
-            problems.push(format!("{what}: {outcome:?}"));
-        }
-    }
-    assert!(problems.is_empty(), "{problems:#?}");
-    for (name, output, bytes) in [
-        ("rows", good.clone().rows(own.rows.slice(0, own.rows.len() - 1).unwrap()), own.rows.len()),
-        ("output scales", good.clone().scales(scales.slice(0, scales.len() - 1).unwrap()), scales.len()),
-    ] {
-        let outcome = ep.dispatch(&stream, &tokens, &output).map(drop).map_err(|error| refusal(&error));
-        let expected = (name, format!("{} bytes", bytes - 1), format!("{bytes} bytes are needed"));
-        assert_eq!(outcome, Err(expected));
-    }
-    ep.dispatch(&stream, &tokens, &good.pitch_bytes(own.pitch_bytes)).unwrap();
-    stream.synchronize(PATIENCE).unwrap();
-    ep.check().unwrap();
-    let mut counts = [0; 8];
-    memory.own.read(4 * SLOT + 4, &mut counts).unwrap();
-    assert_eq!(counts.to_vec(), [1i32, 1].map(i32::to_ne_bytes).concat());
 }

@@ -122,7 +122,7 @@ const OPENED: [usize; 2] = [0, 2];
 fn layouts() -> [Wire; 2] {
     let of = |members: &[&[u32]], chunks: [u16; 4]| {
         let members = members.iter().map(|ranks| ranks.iter().copied().map(Rank).collect()).collect();
-        let shapes = chunks.map(|chunks| MessageShape { first_bytes: 256, chunk_bytes: 192, chunks });
+        let shapes = chunks.map(|chunks| MessageShape { first_bytes: 256, chunk_bytes: 192, chunks, rows_offset: 64 });
         let nodes = Nodes::new(members).unwrap();
         Wire::new(WireInput { nodes, nics: 3, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap()
     };
@@ -390,6 +390,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         top_k: 8,
         row_bytes: 512,
         scale_words: 0,
+        other_slot_bytes: 0,
         partial_bytes: 512,
         max_local_experts: 8,
         weights_with_dispatch: true,
@@ -398,6 +399,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         chunk_rows: None,
         receives: usize::MAX,
         double_buffer_bytes: 0,
+        few_tokens: 0,
         ll_tokens: 0,
         in_place_rows: 0,
         round_tokens: None,

@@ -34,7 +34,7 @@ impl Carrier for Ledger {
 #[test]
 fn a_poll_finds_every_doorbell_however_many_epochs_the_links_differ() {
     const PEERS: u16 = 19;
-    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
+    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3, rows_offset: 256 };
     let nodes = Nodes::consecutive(&[1; PEERS as usize + 1]).unwrap();
     let shapes = [
         shape,
@@ -119,7 +119,7 @@ impl Carrier for Holder {
 
 #[test]
 fn what_is_posted_in_a_pass_is_flushed_in_it_and_a_failure_comes_with_the_networks_words() {
-    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 1 };
+    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 1, rows_offset: 256 };
     let shapes = [
         shape,
         MessageShape { chunks: 0, ..shape },

@@ -112,6 +112,8 @@ pub struct Case {
     pub compact_handles: bool,
     /// Each dispatch sends other rows first; its own rows then go by its handle.
     pub again: bool,
+    /// Iterations alternate between calls of this case's format and of another one, in one context.
+    pub mixed: bool,
     pub mode: Mode,
     /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
@@ -178,6 +180,7 @@ impl Default for Case {
             call_top_k: None,
             compact_handles: false,
             again: false,
+            mixed: false,
             mode: Mode::Fused,
             ahead: 1,
             lockstep: false,
@@ -221,6 +224,46 @@ impl Case {
     /// The ranks of each node as an argument: "8", "4,4" or "3,5".
     pub fn nodes_text(&self) -> String {
         self.node_sizes().iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+    }
+
+    /// The case with which a mixed case alternates: rows of another type, and by the seed also of fewer columns, sums
+    /// of another type, weights from elsewhere, and fewer tokens at the most.
+    pub fn other(&self) -> Case {
+        let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 15, 0, 0);
+        let mut bit = || counter.below(2) == 1;
+        let mut case = self.clone();
+        if self.hidden.is_multiple_of(2 * SCALE_COLUMNS) && bit() {
+            case.hidden = self.hidden / 2;
+        }
+        let fits = |dtype: Dtype| {
+            let quantum = if dtype == Dtype::Fp8E4m3 { SCALE_COLUMNS } else { ROW_QUANTUM / dtype.bytes() };
+            case.hidden.is_multiple_of(quantum)
+        };
+        let next = |dtype: Dtype, all: &[Dtype]| {
+            let at = all.iter().position(|one| *one == dtype).unwrap_or(0);
+            (1..=all.len()).map(|step| all[(at + step) % all.len()]).find(|one| fits(*one)).unwrap_or(dtype)
+        };
+        let dtype = next(self.dtype, &[Dtype::Bf16, Dtype::Fp8E4m3, Dtype::Fp32, Dtype::Fp16]);
+        let combine_dtype = next(self.combine_dtype, &[Dtype::Bf16, Dtype::Fp16, Dtype::Fp32]);
+        let scaled = dtype == Dtype::Fp8E4m3 && bit();
+        (case.dtype, case.scales) = (dtype, if scaled { ScaleKind::F32 } else { ScaleKind::None });
+        case.quantize = scaled && bit();
+        if bit() {
+            case.combine_dtype = combine_dtype;
+        }
+        if bit() && !self.several_nodes() && self.layout != LayoutWord::Token {
+            case.weights = match self.weights {
+                WeightsWord::Dispatch => WeightsWord::Combine,
+                WeightsWord::Combine => WeightsWord::None,
+                WeightsWord::None => WeightsWord::Dispatch,
+            };
+        }
+        // Calls of several rounds have as many tokens at the most as the context.
+        if bit() && self.round_tokens.is_none_or(|tokens| tokens >= self.max_tokens) {
+            case.max_tokens = self.max_tokens.div_ceil(2);
+            case.tokens = self.tokens.min(case.max_tokens);
+        }
+        case
     }
 
     /// Inputs of one iteration.
@@ -441,6 +484,7 @@ impl Case {
             (self.gap > 0, "its rows lie side by side"),
             (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
             (self.again, "its handles do not have the places of rows"),
+            (self.mixed, "its calls are of one format"),
         ];
         reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
     }
@@ -775,6 +819,7 @@ fields! {
     call_top_k: optional, or_none::<1, MAX_TOP_K>;
     compact_handles: flag, read_flag;
     again: flag, read_flag;
+    mixed: flag, read_flag;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;

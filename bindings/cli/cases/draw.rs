@@ -73,6 +73,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_handles(&mut case);
     draw_counts(&mut case);
     draw_again(&mut case);
+    draw_mixed(&mut case);
     case
 }
 
@@ -90,7 +91,7 @@ pub fn with_in_place(case: Case) -> Case {
     let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
     let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
-    Case { quantize: false, ahead: 1, again: false, in_place: true, ..case }
+    Case { quantize: false, ahead: 1, again: false, mixed: false, in_place: true, ..case }
 }
 
 /// The draw, adapted to the arguments of `verify`.
@@ -154,6 +155,7 @@ pub fn draw_small(seed: u64) -> Case {
     draw_handles(&mut case);
     draw_counts(&mut case);
     draw_again(&mut case);
+    draw_mixed(&mut case);
     case
 }
 
@@ -324,6 +326,12 @@ fn draw_handles(case: &mut Case) {
 fn draw_again(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 14, 0, 0));
     case.again = dice.once_in(2) && !case.in_place && case.fault != FaultWord::Overflow;
+}
+
+/// Whether calls of another format alternate with the case's. From a stream of its own, as nodes are.
+fn draw_mixed(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 16, 0, 0));
+    case.mixed = dice.once_in(2) && !case.in_place;
 }
 
 /// Whether counts come first in calls with halves. From a stream of its own, as nodes are.

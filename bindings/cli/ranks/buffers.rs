@@ -5,10 +5,11 @@
 
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
-    Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Placed, Result,
-    Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
+    CallFormat, Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Placed,
+    Result, Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
 };
 
+use super::builder::call_format;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::{Inputs, ScaleKind};
 use crate::cli::cases::words::{IndexWord, LayoutWord, OrderWord, WeightsWord};
@@ -24,6 +25,8 @@ const GAP_BYTE: u8 = 0xee;
 /// Everything that a rank's kernels read and write.
 pub struct Buffers {
     case: Case,
+    /// What calls state of their format, where formats are mixed.
+    format: Option<CallFormat>,
     rank: usize,
     local: usize,
     x: DeviceBuffer,
@@ -88,6 +91,7 @@ impl Buffers {
         let alloc = |bytes: usize| device.alloc(bytes.max(16));
         let per_choice = if case.layout == LayoutWord::Token { rows * case.top_k * 4 } else { 0 };
         let buffers = Buffers {
+            format: if case.mixed { Some(call_format(case)?) } else { None },
             local,
             x: alloc(case.max_tokens * x_pitch(case))?,
             x_scales: alloc(case.max_tokens * inputs.scale_words() * 4)?,
@@ -286,7 +290,9 @@ impl Buffers {
             IndexWord::Ranks => IndexType::Ranks,
         };
         let gaps = case.index_order == OrderWord::Column || case.gap > 0;
-        Tokens::new(x.view(), self.topk_idx.view(), self.count(tokens))
+        let tokens = Tokens::new(x.view(), self.topk_idx.view(), self.count(tokens));
+        let tokens = self.format.iter().fold(tokens, |tokens, format| tokens.of(format));
+        tokens
             .pitch_bytes(x_pitch(case))
             .scales(self.scale_view(scales))
             .index_type(index)
@@ -401,6 +407,7 @@ impl Buffers {
     pub fn expert_rows(&self) -> Rows {
         Rows::new(self.y.view())
             .pitch_bytes(y_pitch(&self.case))
+            .dtype(self.format.map(|format| format.combine_dtype))
             .topk_weight((self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()))
     }
 

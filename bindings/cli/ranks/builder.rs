@@ -3,7 +3,9 @@
 //! Before the data path, on any thread; pure arithmetic of the library's plan.
 
 use tokenyard::internals::api::FEW_BLOCKS;
-use tokenyard::{AllToAll, AllToAllBuilder, Error, Partial, Placement, Result, RowFormat, Scales, Weights, World};
+use tokenyard::{
+    AllToAll, AllToAllBuilder, CallFormat, Error, Partial, Placement, Result, RowFormat, Scales, Weights, World,
+};
 
 use super::network;
 use crate::cli::cases::case::Case;
@@ -11,16 +13,41 @@ use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{DeviceWord, Mode, PartialWord, PlacementWord, WeightsWord};
 use crate::cli::usage::Refusal;
 
-/// The library's view of a case.
+/// Format of a case's dispatched rows.
 ///
 /// # Errors
-/// If the placement is impossible.
-pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
+/// If such rows cannot have scales.
+fn row_format(case: &Case) -> Result<RowFormat> {
     let scales = match case.scales {
         ScaleKind::None => Scales::None,
         ScaleKind::F32 => Scales::F32,
         ScaleKind::Ue8m0 => Scales::Ue8m0,
     };
+    RowFormat::new(case.dtype, scales)
+}
+
+fn weights(case: &Case) -> Weights {
+    match case.weights {
+        WeightsWord::Dispatch => Weights::Dispatch,
+        WeightsWord::Combine => Weights::Combine,
+        WeightsWord::None => Weights::None,
+    }
+}
+
+/// The format of a case's calls.
+///
+/// # Errors
+/// As `row_format`.
+pub fn call_format(case: &Case) -> Result<CallFormat> {
+    let format = CallFormat::new(case.hidden, row_format(case)?, case.max_tokens).quantize(case.quantize);
+    Ok(format.combine_dtype(case.combine_dtype).weights(weights(case)))
+}
+
+/// The library's view of a case.
+///
+/// # Errors
+/// If the placement is impossible.
+pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     let partial = match case.partial {
         PartialWord::Same => Partial::Same,
         PartialWord::Fp32 => Partial::Fp32,
@@ -31,15 +58,14 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
         .experts(case.placed_experts())
         .top_k(case.top_k)
         .max_tokens_per_rank(case.max_tokens)
-        .format(RowFormat::new(case.dtype, scales)?)
+        .format(row_format(case)?)
         .quantize(case.quantize)
         .combine_dtype(case.combine_dtype)
         .placement(placement(case)?)
-        .weights(match case.weights {
-            WeightsWord::Dispatch => Weights::Dispatch,
-            WeightsWord::Combine => Weights::Combine,
-            WeightsWord::None => Weights::None,
-        });
+        .weights(weights(case));
+    if case.mixed {
+        builder = builder.room_for(call_format(&case.other())?);
+    }
     if let Some(sms) = case.sms {
         builder = builder.sms(sms as u32);
     }

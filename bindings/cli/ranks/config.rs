@@ -149,6 +149,7 @@ impl Config {
         add(case.in_place, "--in-place".to_string());
         add(case.compact_handles, "--compact-handles".to_string());
         add(case.again, "--replay".to_string());
+        add(case.mixed, "--mixed".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
@@ -227,6 +228,7 @@ impl Config {
             duplicate_percent: args.duplicates,
             compact_handles: args.compact_handles,
             again: args.replay,
+            mixed: args.mixed,
             call_top_k: args.call_top_k,
             mode,
             lockstep: true,

@@ -107,18 +107,32 @@ struct Drawn {
     planned: Planned,
 }
 
+/// Calls of one format: those of the case, or of the case with which it alternates.
+struct Side {
+    case: Case,
+    in_flight: Vec<InFlight>,
+    router: Router,
+    spec: Spec,
+}
+
+impl Side {
+    fn new(job: &Job, case: &Case, rank: usize, device: &Device, ep: &AllToAll) -> Result<Side> {
+        let (in_flight, own) = (case.ahead.min(job.iterations()), ep.in_place());
+        let in_flight =
+            (0..in_flight).map(|_| InFlight::new(case, rank, device, own.clone())).collect::<Result<_>>()?;
+        Ok(Side { in_flight, router: case.router()?, spec: case.spec(POISON), case: case.clone() })
+    }
+}
+
 struct RankRun<'a> {
     job: &'a Job,
-    case: &'a Case,
     rank: usize,
     caller: Caller,
-    // Dropped after the context, whose kernels use them.
-    in_flight: Vec<InFlight>,
+    // Dropped after the context, whose kernels use their buffers. The first is the case's own.
+    sides: Vec<Side>,
     wake: Option<Wake>,
     /// Whether the GPU has been idle while the host compared, or before the first iteration.
     idled: bool,
-    router: Router,
-    spec: Spec,
     /// Ranks whose routing was unusable in some iteration so far.
     refusing: BTreeSet<usize>,
     /// Rows of this rank's tokens in timed iterations.
@@ -143,18 +157,18 @@ impl<'a> RankRun<'a> {
         let hold = Hold::new(device, world.rank(), job.timeout)?;
         // Emulated NICs carry traffic between nodes over the links within the host.
         let linked = if attendee.is_some() { world.clone().with_nodes(&[world.size()])? } else { world.clone() };
-        let (in_flight, own) = (case.ahead.min(job.iterations()), ep.in_place());
+        let mut sides = vec![Side::new(job, case, rank, device, &ep)?];
+        if case.mixed {
+            sides.push(Side::new(job, &case.other(), rank, device, &ep)?);
+        }
         Ok(RankRun {
             job,
-            case,
             rank,
             caller: Caller::new(job, ep, device, hold, attendee)?,
-            in_flight: (0..in_flight).map(|_| InFlight::new(case, rank, device, own.clone())).collect::<Result<_>>()?,
+            sides,
             wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
             refusing: BTreeSet::new(),
-            router: case.router()?,
-            spec: case.spec(POISON),
             traffic: Traffic::new(&case.spec(POISON)),
             clock: None,
         })
@@ -166,18 +180,21 @@ impl<'a> RankRun<'a> {
 
     /// Captures graphs in graph mode, for the buffers of the first iterations.
     fn prepare(&mut self) -> Result<()> {
-        if self.case.mode != Mode::Graph {
+        if self.job.case.mode != Mode::Graph {
             return Ok(());
         }
-        let drawn: Vec<Drawn> = (0..self.in_flight.len()).map(|i| self.draw(i)).collect();
-        let given = self.given(&drawn);
-        self.caller.prepare(&mut self.in_flight, &given)
+        for side in 0..self.sides.len() {
+            let drawn: Vec<Drawn> = (0..self.sides[side].in_flight.len()).map(|i| self.draw(side, i)).collect();
+            let given = self.given(side, &drawn);
+            self.caller.prepare(&mut self.sides[side].in_flight, &given)?;
+        }
+        Ok(())
     }
 
-    fn given(&self, drawn: &[Drawn]) -> Vec<Given> {
+    fn given(&self, side: usize, drawn: &[Drawn]) -> Vec<Given> {
         let given = |each: &Drawn| Given {
             tokens: each.sources[self.rank].tokens,
-            capacity: each.planned.capacity(self.case, self.rank),
+            capacity: each.planned.capacity(&self.sides[side].case, self.rank),
             fits: each.planned.fits(self.rank),
         };
         drawn.iter().map(given).collect()
@@ -187,7 +204,7 @@ impl<'a> RankRun<'a> {
     fn all_iterations(&mut self, result: &mut RankResult, progress: &dyn Fn(usize)) -> Result<()> {
         let mut i = 0;
         while i < self.job.iterations() {
-            let count = self.case.ahead.clamp(1, self.job.iterations() - i);
+            let count = self.job.case.ahead.clamp(1, self.job.iterations() - i);
             self.iterations(i, count, result)?;
             i += count;
             progress(i);
@@ -197,28 +214,30 @@ impl<'a> RankRun<'a> {
 
     /// Runs `count` iterations, each with its own buffers, without a wait between their calls.
     fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
-        let drawn: Vec<Drawn> = (first..first + count).map(|i| self.draw(i)).collect();
-        self.upload(&drawn)?;
+        let side = first / self.job.case.ahead % self.sides.len();
+        let drawn: Vec<Drawn> = (first..first + count).map(|i| self.draw(side, i)).collect();
+        self.upload(side, &drawn)?;
         // The host takes long for a compared iteration: before it for poison and all ranks' inputs, after it for the
         // reference.
         let compared = drawn.iter().any(|each| each.checked);
         let wake = self.wake.as_ref().filter(|_| compared || self.idled);
         self.idled = compared;
-        let marks = self.caller.enqueue(&self.in_flight, &self.given(&drawn), &steps(self.case, first, count), wake)?;
+        let (given, steps) = (self.given(side, &drawn), steps(&self.job.case, first, count));
+        let marks = self.caller.enqueue(&self.sides[side].in_flight, &given, &steps, wake)?;
         self.stream().synchronize(self.job.patience())?;
         let errors = self.caller.take_errors()?;
-        self.judge_errors(&drawn, errors, result)?;
-        for ((each, marks), flight) in drawn.iter().zip(marks).zip(&self.in_flight) {
+        self.judge_errors(side, &drawn, errors, result)?;
+        for ((each, marks), flight) in drawn.iter().zip(marks).zip(&self.sides[side].in_flight) {
             if each.checked {
-                let (report, strays) = self.compare(each, flight, marks.first_counts.as_ref())?;
+                let (report, strays) = self.compare(side, each, flight, marks.first_counts.as_ref())?;
                 let where_ = format!("iteration {}", each.i);
                 result.verdict.iterations += 1;
                 result.verdict.add_strays(strays, &where_);
                 result.verdict.add(report, &where_);
             }
-            if each.i >= self.job.warmup && self.job.measured {
+            if each.i >= self.job.warmup && self.job.measured && side == 0 {
                 result.add_times(&marks.times()?.unwrap_or_default());
-                self.traffic.count(&self.spec, &each.sources[self.rank], self.rank);
+                self.traffic.count(&self.sides[side].spec, &each.sources[self.rank], self.rank);
                 let stages = [self.caller.ep.dispatch_statistics(), self.caller.ep.combine_statistics()];
                 keep_spans(&mut self.clock, each.i - self.job.warmup, marks, &stages, result)?;
                 result.add_stages(&stages);
@@ -229,42 +248,40 @@ impl<'a> RankRun<'a> {
     }
 
     /// Inputs, routing and faults of an iteration.
-    fn draw(&self, i: usize) -> Drawn {
+    fn draw(&self, side: usize, i: usize) -> Drawn {
+        let Side { case, router, spec, .. } = &self.sides[side];
         let checked = self.job.check.covers(i);
         let source = |rank: usize| {
             if rank != self.rank && !checked {
                 return SourceRank::default();
             }
-            let tokens = self.tokens_of(i, rank);
-            self.case.source(rank, tokens, self.router.draw(i as u64, rank, tokens))
+            let tokens = if case.ragged { ragged_count(case.seed, i as u64, rank, case.tokens) } else { case.tokens };
+            case.source(rank, tokens, router.draw(i as u64, rank, tokens))
         };
-        let mut sources: Vec<SourceRank> = (0..self.case.world).map(source).collect();
-        let mut planned = Planned::draw(self.case, &self.spec, &mut sources, i);
-        if checked && self.case.mode == Mode::Counts {
-            planned.fit(&self.spec, &sources, self.rank);
+        let mut sources: Vec<SourceRank> = (0..case.world).map(source).collect();
+        let mut planned = Planned::draw(case, spec, &mut sources, i);
+        if checked && case.mode == Mode::Counts {
+            planned.fit(spec, &sources, self.rank);
         }
-        Drawn { i, checked, inputs: self.case.inputs(i as u64), sources, planned }
-    }
-
-    fn tokens_of(&self, i: usize, rank: usize) -> usize {
-        if self.case.ragged { ragged_count(self.case.seed, i as u64, rank, self.case.tokens) } else { self.case.tokens }
+        Drawn { i, checked, inputs: case.inputs(i as u64), sources, planned }
     }
 
     /// Poisons outputs and writes inputs of all of these iterations.
-    fn upload(&mut self, drawn: &[Drawn]) -> Result<()> {
-        let stream = &self.caller.stream;
-        for (each, flight) in drawn.iter().zip(&mut self.in_flight).filter(|(each, _)| each.checked) {
+    fn upload(&mut self, side: usize, drawn: &[Drawn]) -> Result<()> {
+        let (stream, first) = (&self.caller.stream, self.job.case.ahead * self.sides.len());
+        let Side { case, in_flight, .. } = &mut self.sides[side];
+        for (each, flight) in drawn.iter().zip(&mut *in_flight).filter(|(each, _)| each.checked) {
             flight.buffers.poison(stream, &each.inputs)?;
         }
         stream.synchronize(self.job.patience())?;
-        for (slot, (each, flight)) in drawn.iter().zip(&self.in_flight).enumerate() {
+        for (each, flight) in drawn.iter().zip(in_flight) {
             let source = &each.sources[self.rank];
             if each.checked {
                 flight.buffers.write_old()?;
             }
-            if each.checked || each.i == slot {
+            if each.checked || each.i < first {
                 // Times do not depend on the values of rows.
-                let tokens = if each.checked { source.tokens } else { self.case.max_tokens };
+                let tokens = if each.checked { source.tokens } else { case.max_tokens };
                 flight.buffers.upload_rows(&each.inputs, tokens)?;
             }
             flight.buffers.upload_routing(source)?;
@@ -273,13 +290,19 @@ impl<'a> RankRun<'a> {
     }
 
     /// Unplanned errors are wrong, and so are missing ones.
-    fn judge_errors(&mut self, drawn: &[Drawn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
-        if matches!(self.case.fault, FaultWord::None | FaultWord::Forged) {
+    fn judge_errors(
+        &mut self,
+        side: usize,
+        drawn: &[Drawn],
+        errors: Vec<Error>,
+        result: &mut RankResult,
+    ) -> Result<()> {
+        if matches!(self.job.case.fault, FaultWord::None | FaultWord::Forged) {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
         let planned: Vec<(&Planned, &[SourceRank])> =
             drawn.iter().map(|each| (&each.planned, each.sources.as_slice())).collect();
-        let mut report = check_errors(&planned, &self.spec, self.rank, &errors);
+        let mut report = check_errors(&planned, &self.sides[side].spec, self.rank, &errors);
         self.refusing.extend(drawn.iter().flat_map(|each| each.planned.refusing()));
         report.merge(check_refused(&self.refusing, self.rank, &self.caller.ep.refused_sources()));
         let verdict = &mut result.verdict;
@@ -292,18 +315,25 @@ impl<'a> RankRun<'a> {
 
     /// Payload between ranks, and between nodes: rows sent, and sums that came back.
     fn count_bytes(&self, result: &mut RankResult) {
-        let (row, partial) = self.case.row_bytes();
+        let (row, partial) = self.job.case.row_bytes();
         let (rows, wire) = (self.traffic.nvlink_rows(), self.traffic.wire_rows());
         (result.dispatch_bytes, result.combine_bytes) = (rows * row, rows * partial);
         result.wire_bytes = [wire * row, wire * partial];
     }
 
     /// Compares this rank's outputs with the reference, computed from all ranks' inputs; and indices that stray.
-    fn compare(&self, each: &Drawn, flight: &InFlight, first: Option<&FirstCounts>) -> Result<(Report, Vec<String>)> {
+    fn compare(
+        &self,
+        side: usize,
+        each: &Drawn,
+        flight: &InFlight,
+        first: Option<&FirstCounts>,
+    ) -> Result<(Report, Vec<String>)> {
+        let Side { case, spec, .. } = &self.sides[side];
         let Drawn { sources, planned: Planned { faults, .. }, .. } = each;
-        let scales = self.case.quantize.then(|| self.case.reference_scales());
+        let scales = case.quantize.then(|| case.reference_scales());
         let (rank, rows) = (self.rank, Made { inputs: each.inputs, quantized: scales });
-        let spec = each.planned.spec(self.case, &self.spec, rank);
+        let spec = each.planned.spec(case, spec, rank);
         flight.buffers.pull(&self.caller.stream)?;
         self.caller.stream.synchronize(self.job.patience())?;
         let seen = flight.buffers.read()?;
@@ -377,7 +407,7 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         ArenaWord::Host => ArenaPlace::Host,
     };
     let mut builder = builder.device(device.clone()).timeout(job.timeout).tuning(|tuning| {
-        tuning.handles = case.ahead;
+        tuning.handles = case.ahead * if case.mixed { 2 } else { 1 };
         // Calls that are not captured enlarge them.
         if case.compact_handles && case.mode != Mode::Graph {
             tuning.handle_rows = Some(0);

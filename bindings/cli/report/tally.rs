@@ -13,7 +13,7 @@ use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{IndexWord, LayoutWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 15] = [
+const DIMENSIONS: [&str; 16] = [
     "dtype",
     "scales",
     "combine",
@@ -29,6 +29,7 @@ const DIMENSIONS: [&str; 15] = [
     "index order",
     "compact handles",
     "again",
+    "mixed",
 ];
 /// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, and
 /// rows go by earlier handles.
@@ -69,7 +70,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 | 9 | 10 | 13 | 14 => NO_YES.to_vec(),
+        6 | 9 | 10 | 13 | 14 | 15 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
@@ -102,6 +103,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         case.index_order.name(),
         NO_YES[usize::from(case.compact_handles)],
         NO_YES[usize::from(case.again)],
+        NO_YES[usize::from(case.mixed)],
     ]
 }
 
@@ -204,7 +206,7 @@ mod tests {
     fn pairs_are_of_all_dimensions() {
         // 4 dtypes with 4 modes, these with the dimensions of 3 values, those with each other, and all of them with
         // those of 2, which are paired, too.
-        let (twos, threes) = (6, DIMENSIONS.len() - 8);
+        let (twos, threes) = (7, DIMENSIONS.len() - 9);
         let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);

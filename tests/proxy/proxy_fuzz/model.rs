@@ -22,6 +22,8 @@ pub struct Link {
     peer: Rank,
     pub epoch: u64,
     pub chunk: u16,
+    /// Where the chunk begins in its message.
+    offset: u64,
     pub chunks: u16,
     pub stopped: bool,
     /// By parity: writes that have not completed, and the epoch if all chunks are posted.
@@ -93,6 +95,7 @@ impl Open {
                 peer,
                 epoch: first_epoch,
                 chunk: 0,
+                offset: 0,
                 chunks: 0,
                 stopped: false,
                 under_way: [(0, None); 2],
@@ -167,8 +170,9 @@ impl Open {
         let link = &mut links[at];
         let Link { direction, index, peer, epoch, chunk, .. } = *link;
         let slot = wire.sources(direction, peer).iter().position(|rank| *rank == OWN).unwrap();
-        let mut source = wire.staging_offset(direction, epoch, index, ChunkIdx(chunk));
-        let mut target = wire.recv_buffer_offset(direction, epoch, SourceIdx(slot as u16), ChunkIdx(chunk));
+        let offset = link.offset;
+        let mut source = wire.staging_offset(direction, epoch, index) + offset;
+        let mut target = wire.recv_buffer_offset(direction, epoch, SourceIdx(slot as u16)) + offset;
         let end = source + u64::from(bytes);
         assert_eq!(writes.len(), usize::from(wire.nics()), "one write for each NIC");
         for (write, nic) in writes.iter().zip(0u32..) {
@@ -189,8 +193,14 @@ impl Open {
         assert_eq!(source, end, "bytes posted");
         let under_way = &mut link.under_way[(epoch & 1) as usize];
         under_way.0 += u32::from(wire.nics());
+        let rows = u64::from(wire.shape(direction).rows_offset);
+        link.offset += u64::from(bytes);
+        if chunk == 0 {
+            link.offset = link.offset.max(rows);
+        }
         link.chunk += 1;
         if link.chunk == link.chunks {
+            link.offset = 0;
             under_way.1 = Some(epoch);
             (link.epoch, link.chunk) = (epoch + 1, 0);
         }

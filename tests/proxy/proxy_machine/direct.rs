@@ -68,7 +68,7 @@ impl Outputs for Hands {
 }
 
 fn wire(ranks: u32, nics: u8) -> Wire {
-    let shape = MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks: 4 };
+    let shape = MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks: 4, rows_offset: 64 };
     let nodes = Nodes::new((0..ranks).map(|rank| vec![Rank(rank)]).collect()).unwrap();
     let unused = MessageShape { chunks: 0, ..shape };
     let shapes = [shape, shape, unused, unused];

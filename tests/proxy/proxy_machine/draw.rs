@@ -114,7 +114,9 @@ fn program(draw: &mut Draw, length: usize) -> Vec<Phase> {
 
 fn shape(draw: &mut Draw) -> MessageShape {
     let chunks = draw.within(1, 4) as u16;
-    MessageShape { first_bytes: 16 * draw.within(1, 9) as u32, chunk_bytes: 16 * draw.within(1, 6) as u32, chunks }
+    let (first, chunk_bytes) = (draw.within(1, 9), 16 * draw.within(1, 6) as u32);
+    let rows_offset = 16 * draw.within(1, first) as u32;
+    MessageShape { first_bytes: 16 * first as u32, chunk_bytes, chunks, rows_offset }
 }
 
 pub fn plan(draw: &mut Draw, members: &[Vec<Rank>], generation: u8) -> Plan {

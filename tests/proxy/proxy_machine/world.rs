@@ -39,6 +39,15 @@ impl Message {
         (if hash.is_multiple_of(4) { capacity } else { 1 + (hash >> 8) % capacity }) as u32
     }
 
+    /// Where a chunk begins in the message: behind the chunks before it, and behind the room for headers.
+    fn offset(&self, wire: &Wire, chunk: ChunkIdx) -> u64 {
+        let rows = u64::from(wire.shape(self.direction).rows_offset);
+        (0..chunk.0).fold(0, |at, before| {
+            let end = at + u64::from(self.bytes(wire, ChunkIdx(before)));
+            if before == 0 { end.max(rows) } else { end }
+        })
+    }
+
     fn content(&self, chunk: ChunkIdx) -> impl Fn(usize) -> u8 + use<> {
         let hash = self.hash(1000 + u64::from(chunk.0));
         move |at| (hash.rotate_left((at % 64) as u32) as u8).wrapping_add(at as u8)
@@ -146,7 +155,8 @@ impl Shared {
         let old = self.tallies.get(&before).copied().unwrap_or_default();
         assert_eq!(old.posted, old.completed, "{message:?} is packed over {before:?}, which is under way: {old:?}");
         let wire = &self.plan.wires[message.context];
-        let offset = wire.staging_offset(message.direction, message.epoch, link, chunk) as usize;
+        let start = wire.staging_offset(message.direction, message.epoch, link);
+        let offset = (start + message.offset(wire, chunk)) as usize;
         let content = message.content(chunk);
         let arena = &mut self.sides[message.context][message.from].arena;
         for at in 0..message.bytes(wire, chunk) as usize {
@@ -157,7 +167,8 @@ impl Shared {
     /// Whether a chunk is in its receiver's receive buffer, every byte of it; answers the first wrong byte.
     pub fn recv_buffer_differs(&self, message: Message, source: SourceIdx, chunk: ChunkIdx) -> Option<usize> {
         let wire = self.wire(message.context);
-        let offset = wire.recv_buffer_offset(message.direction, message.epoch, source, chunk) as usize;
+        let start = wire.recv_buffer_offset(message.direction, message.epoch, source);
+        let offset = (start + message.offset(wire, chunk)) as usize;
         let content = message.content(chunk);
         let arena = &self.sides[message.context][message.to].arena;
         (0..message.bytes(wire, chunk) as usize).find(|at| arena[offset + at] != content(*at))

@@ -193,6 +193,8 @@ fn common() -> Vec<Chances> {
         chances!(compact_handles, all, yes(0.5)),
         chances!(again, may_go_again, yes(0.5)),
         chances!(again, |c| !may_go_again(c), never()),
+        chances!(mixed, not_in_place, yes(0.5)),
+        chances!(mixed, |c| c.in_place, never()),
         chances!(call_top_k, by_expert, |c| flag(c.call_top_k.is_some()), yes(1.0 / 6.0)),
         chances!(call_top_k, |c| !by_expert(c), by([("-", 1.0)])),
         chances!(mode, all, by([("fused", third), ("graph", third), ("split", third / 2.0), ("counts", third / 2.0)])),
@@ -522,6 +524,7 @@ fn adapted_draws_keep_what_the_adaptation_leaves_free() {
         ("ahead", 1),
         ("in_place", 1),
         ("again", 1),
+        ("mixed", 1),
         ("mode", 2),
         ("fault", 2),
     ];

@@ -119,8 +119,10 @@ impl Plan {
         let bytes = |bytes: u64| u32::try_from(bytes).unwrap_or(u32::MAX);
         let chunk_bytes = bytes(self.chunk_rows(direction) as u64 * self.row_bytes(direction));
         let rows_first = if self.before_rows(direction) == 0 { chunk_bytes } else { 0 };
+        let rows_offset = bytes(self.head_bytes(direction, self.shape.tokens));
         MessageShape {
-            first_bytes: bytes(self.head_bytes(direction, self.shape.tokens)).saturating_add(rows_first),
+            rows_offset,
+            first_bytes: rows_offset.saturating_add(rows_first),
             chunk_bytes,
             chunks: self.chunks(direction, self.shape.tokens) as u16,
         }

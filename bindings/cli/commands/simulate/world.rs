@@ -115,7 +115,7 @@ impl World {
         let refused = |error: tokenyard::Error| error.to_string();
         let nodes =
             (0..shape.nodes).map(|node| (0..shape.per_node).map(|l| Rank(shape.rank(node, l) as u32)).collect());
-        let mut shapes = [MessageShape { first_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
+        let mut shapes = [MessageShape { first_bytes: 0, chunk_bytes: 0, chunks: 0, rows_offset: 0 }; DIRECTIONS];
         shapes[Direction::Dispatch.index()] = plan.shape(Direction::Dispatch);
         shapes[Direction::Combine.index()] = plan.shape(Direction::Combine);
         let nodes = Nodes::new(nodes.collect()).map_err(refused)?;
