@@ -1,7 +1,7 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
 use super::call_format::{CallFormat, Room, Weights};
-use super::format::RowFormat;
+use super::format::{Partial, RowFormat};
 use super::handle::Size;
 use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
@@ -245,6 +245,12 @@ impl AllToAllBuilder {
         let (names, rows) = if self.tuning.duplicates { (usize::MAX, self.top_k) } else { (experts, 1) };
         within("top_k", self.top_k, 1, names.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize / rows, "tokens a rank")?;
+        within("payload_words", self.tuning.payload_words, 0, MAX_PAYLOAD_WORDS, "words of a token's payload")?;
+        if self.tuning.payload_words > 0 && self.tuning.partial != Partial::Same {
+            let advice =
+                "partial rows with a payload are of the combine dtype; leave one of payload_words and partial out";
+            return Err(Error::config("payload_words", self.tuning.payload_words, advice));
+        }
         within("handles", self.tuning.handles, 1, 1024, "handles")?;
         let rows = self.tuning.handle_rows.unwrap_or(1);
         within("handle_rows", rows, 0, raw::TY_MAX_COMPACT_ROWS as usize, "rows of a handle")
@@ -361,6 +367,8 @@ impl AllToAllBuilder {
             format: self.format,
             quantize: self.quantize,
             combine_dtype: self.combine_dtype,
+            payload: None,
+            payload_words: self.tuning.payload_words,
             room: Room::default(),
             partial: self.tuning.partial,
             weights: self.weights,
@@ -473,6 +481,9 @@ impl AllToAllBuilder {
         self.device.as_ref().map_or(DeviceKind::Cpu, Device::kind)
     }
 }
+
+/// Most words of a token's side payload.
+const MAX_PAYLOAD_WORDS: usize = 4096;
 
 /// Most blocks of a context on the CPU device: each thread of a launch has a stack. A device without memory for a stack
 /// ends with an error.

@@ -38,6 +38,18 @@ pub struct CallFormat {
     /// [`max_tokens_per_rank`](super::AllToAllBuilder::max_tokens_per_rank). A call that is known to be small on all
     /// ranks takes the kernels of small calls.
     pub max_tokens: usize,
+    /// Of a combine: words of its side payload.
+    pub(super) payload: Option<PayloadWords>,
+}
+
+/// How many words a side payload has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PayloadWords {
+    /// Of each row.
+    pub of_row: usize,
+    /// Of a token, at its source.
+    pub of_token: usize,
+    pub gathered: bool,
 }
 
 impl CallFormat {
@@ -45,7 +57,7 @@ impl CallFormat {
     /// nothing quantised.
     pub fn new(hidden: usize, rows: RowFormat, max_tokens: usize) -> CallFormat {
         let (combine_dtype, weights) = (Dtype::Bf16, Weights::Dispatch);
-        CallFormat { hidden, rows, quantize: false, combine_dtype, weights, max_tokens }
+        CallFormat { hidden, rows, quantize: false, combine_dtype, weights, max_tokens, payload: None }
     }
 
     /// Sets [`quantize`](#structfield.quantize).
@@ -63,6 +75,11 @@ impl CallFormat {
         CallFormat { weights, ..self }
     }
 
+    /// What dispatch has of it.
+    pub(super) fn dispatch(self) -> CallFormat {
+        CallFormat { combine_dtype: Dtype::Bf16, payload: None, ..self }
+    }
+
     /// The same with other rows, where they are given. Only rows of this format are quantised unless that is given.
     pub(super) fn with_rows(
         self,
@@ -78,8 +95,10 @@ impl CallFormat {
     /// A number by which ranks recognise that their formats differ: 31 bits, not 0, of the FNV-1a hash of the fields
     /// (Fowler, Noll, Vo; RFC 9923). Two formats have the same number once in 2^31.
     pub(super) fn number(&self) -> u32 {
-        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens } = *self;
-        let codes = [rows.dtype as u64, rows.scales as u64, u64::from(quantize), combine_dtype as u64, weights as u64];
+        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload } = *self;
+        let payload = payload.map_or(0, |words| 2 * words.of_row as u64 + u64::from(words.gathered));
+        let codes =
+            [rows.dtype as u64, rows.scales as u64, u64::from(quantize), combine_dtype as u64, weights as u64, payload];
         let words = [hidden as u64, max_tokens as u64].into_iter().chain(codes);
         let hash = words
             .flat_map(u64::to_le_bytes)
@@ -141,6 +160,9 @@ mod tests {
             one.combine_dtype(Dtype::Fp32),
             one.weights(Weights::Combine),
             one.weights(Weights::None),
+            CallFormat { payload: Some(PayloadWords { of_row: 1, of_token: 1, gathered: false }), ..one },
+            CallFormat { payload: Some(PayloadWords { of_row: 1, of_token: 1, gathered: true }), ..one },
+            CallFormat { payload: Some(PayloadWords { of_row: 2, of_token: 2, gathered: false }), ..one },
         ];
         let mut numbers = all.map(|format| format.number());
         assert!(numbers.iter().all(|number| (1..1 << 31).contains(number)));

@@ -1,6 +1,6 @@
 //! Arguments of calls: views of device memory with their shapes, and the checks before anything is enqueued.
 
-use super::call_format::{CallFormat, Weights};
+use super::call_format::{CallFormat, PayloadWords, Weights};
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
 use super::needs::{Needs, rows_span, stride};
@@ -240,6 +240,23 @@ pub struct Rows {
     /// Weights of this rank's own tokens, fp32 `[tokens, top_k]` with the context's top_k, if the context's weights
     /// come with combine.
     pub topk_weight: Option<View>,
+    /// A side payload, on all ranks or on none.
+    pub payload: Option<Payload>,
+}
+
+/// fp32 words beside each of the experts' rows, which combine brings to the tokens' sources: in training, the gradients
+/// of router weights. The context must have room for them ([`payload_words`](super::Tuning::payload_words)). Such calls
+/// have tagged partial rows.
+#[derive(Debug, Clone)]
+pub struct Payload {
+    /// fp32 `[rows, words]`, in the layout dispatched. Words of padding rows are not read.
+    pub view: View,
+    /// Words of each row; 1 or more.
+    pub words: usize,
+    /// Whether [`Combined::payload`] has the words of each choice's row, with their bits: 0 where the choice is none,
+    /// or led to no rank that returned it. Else it has sums, without weights, added in fp32 in the order in which the
+    /// rows are. Not in [`Layout::Token`], which has one row for several choices.
+    pub gathered: bool,
 }
 
 /// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap the views of the
@@ -262,6 +279,9 @@ pub struct Combined {
     /// node, and of each other node the rank that sends this rank the node's sums, had come to its combine. Each round
     /// adds. Such calls take general kernels.
     pub wait_times: Option<View>,
+    /// fp32, where the call's [`Rows`] have a payload: `[tokens, words]` for sums, `[tokens, top_k, words]` for
+    /// gathered words, with the context's top_k. Overwritten also with [`accumulate`](#structfield.accumulate).
+    pub payload: Option<View>,
 }
 
 impl Tokens {
@@ -482,7 +502,7 @@ impl Output {
 impl Rows {
     /// Rows of the combine dtype, without gaps and without weights.
     pub fn new(rows: View) -> Rows {
-        Rows { rows, pitch_bytes: None, dtype: None, topk_weight: None }
+        Rows { rows, pitch_bytes: None, dtype: None, topk_weight: None, payload: None }
     }
 
     /// Sets [`rows`](#structfield.rows).
@@ -504,12 +524,17 @@ impl Rows {
     pub fn topk_weight(self, topk_weight: impl Into<Option<View>>) -> Rows {
         Rows { topk_weight: topk_weight.into(), ..self }
     }
+
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<Payload>>) -> Rows {
+        Rows { payload: payload.into(), ..self }
+    }
 }
 
 impl Combined {
     /// bf16 rows, without gaps, that overwrite what `out` holds.
     pub fn new(out: View) -> Combined {
-        Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false, wait_times: None }
+        Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false, wait_times: None, payload: None }
     }
 
     /// Sets [`out`](#structfield.out).
@@ -535,6 +560,11 @@ impl Combined {
     /// Sets [`wait_times`](#structfield.wait_times).
     pub fn wait_times(self, wait_times: impl Into<Option<View>>) -> Combined {
         Combined { wait_times: wait_times.into(), ..self }
+    }
+
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<View>>) -> Combined {
+        Combined { payload: payload.into(), ..self }
     }
 }
 
@@ -779,7 +809,8 @@ impl Target<'_> {
 
 impl Rows {
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
-        [Some(&self.rows), self.topk_weight.as_ref()].into_iter().flatten()
+        let payload = self.payload.as_ref().map(|payload| &payload.view);
+        [Some(&self.rows), self.topk_weight.as_ref(), payload].into_iter().flatten()
     }
 
     /// Bytes from one row to the next.
@@ -801,11 +832,31 @@ impl Rows {
             room.checked_mul(4 * shape.top_k),
         )
     }
+
+    /// Checks the payload, of as many rows.
+    pub(crate) fn check_payload(&self, needs: &mut Needs<'_>, rows: usize) -> Result<u64> {
+        let Some(payload) = &self.payload else { return Ok(0) };
+        needs.need("payload", &payload.view, payload.words.checked_mul(4).and_then(|bytes| bytes.checked_mul(rows)), 4)
+    }
+
+    /// The words of the payload, by the layout of the handle.
+    pub(crate) fn payload_words(&self, layout: Layout, top_k: usize) -> Result<Option<PayloadWords>> {
+        let Some(Payload { words, gathered, .. }) = self.payload else { return Ok(None) };
+        if words == 0 {
+            return Err(Error::argument("words of payload", 0, "give 1 or more, or leave the payload out"));
+        }
+        if gathered && matches!(layout, Layout::Token { .. }) {
+            let advice = "a row of the token layout is of several choices; give sums, of top_k words for instance";
+            return Err(Error::config("gathered", true, advice));
+        }
+        let of_token = if gathered { words.saturating_mul(top_k) } else { words };
+        Ok(Some(PayloadWords { of_row: words, of_token, gathered }))
+    }
 }
 
 impl Combined {
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
-        [Some(&self.out), self.wait_times.as_ref()].into_iter().flatten()
+        [Some(&self.out), self.wait_times.as_ref(), self.payload.as_ref()].into_iter().flatten()
     }
 
     pub(crate) fn check(&self, needs: &mut Needs<'_>, room: usize) -> Result<Sums> {
@@ -815,7 +866,11 @@ impl Combined {
         let pitch = self.pitch_bytes.unwrap_or(row_bytes);
         let out = needs.need("out", &self.out, rows_span("pitch_bytes of out", room, pitch, row_bytes)?, 16)?;
         let wait_times = needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?;
-        Ok(Sums { out, pitch: pitch as u64, dtype, accumulate: u32::from(self.accumulate), wait_times })
+        let words = shape.payload.map_or(0, |words| words.of_token);
+        let why = if words > 0 { "the call's rows have a payload" } else { "the call's rows have no payload" };
+        let bytes = room.checked_mul(4 * words);
+        let payload = needs.need_if("payload of out", words > 0, why, self.payload.as_ref(), bytes)?;
+        Ok(Sums { out, pitch: pitch as u64, dtype, accumulate: u32::from(self.accumulate), wait_times, payload })
     }
 }
 
@@ -827,4 +882,5 @@ pub(crate) struct Sums {
     pub dtype: u32,
     pub accumulate: u32,
     pub wait_times: u64,
+    pub payload: u64,
 }

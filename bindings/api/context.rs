@@ -613,7 +613,8 @@ impl AllToAll {
     fn kind_combined(&self, handle: &Handle, rows: &Rows) -> Result<Arc<Kind>> {
         self.own("handle", handle.context)?;
         let combine_dtype = rows.dtype.unwrap_or(self.own_kind().format.combine_dtype);
-        self.formats.of(&CallFormat { combine_dtype, ..handle.kind.format }, &self.plan)
+        let payload = rows.payload_words(handle.layout, self.own_kind().shape.top_k)?;
+        self.formats.of(&CallFormat { combine_dtype, payload, ..handle.kind.format }, &self.plan)
     }
 
     /// Addresses of this rank's arena and of its kernels' `ty_state`, for tests that write words which no call leaves.
@@ -681,8 +682,9 @@ impl AllToAll {
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
         let topk_weight = rows.check(needs, handle.rows, handle.room)?;
+        let payload = rows.check_payload(needs, handle.rows)?;
         let (rows, pitch) = (rows.rows.ptr(), rows.pitch(needs.shape) as u64);
-        Ok(SentRows { rows, pitch, topk_weight, call: self.open.pool.number() })
+        Ok(SentRows { rows, pitch, topk_weight, payload, call: self.open.pool.number() })
     }
 
     fn count_dispatch(&self, kind: &Kind) {
@@ -761,6 +763,12 @@ impl AllToAll {
             out_dtype: sums.map_or(raw::TY_BF16, |sums| sums.dtype),
             accumulate: sums.map_or(0, |sums| sums.accumulate),
             wait_times: sums.map_or(0, |sums| sums.wait_times),
+            payload: rows.payload,
+            payload_out: sums.map_or(0, |sums| sums.payload),
+            payload_words: kind.shape.payload.map_or(0, |words| words.of_row as u32),
+            payload_gathered: kind.shape.payload.map_or(0, |words| words.gathered.into()),
+            payload_offset: kind.shape.sum_bytes() as u32,
+            reserved: 0,
             layout: handle.layout.code(),
             phases,
             round: round as u32,

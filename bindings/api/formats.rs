@@ -74,7 +74,8 @@ impl Formats {
 /// Refuses a call's format that a context does not take.
 fn check_fits(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
     let room = "build the context with room_for such calls";
-    if own.in_place.is_some() {
+    let dispatches_alike = shape.call_format().dispatch() == own.call_format().dispatch();
+    if own.in_place.is_some() && !dispatches_alike {
         let advice = "a context with in-place output takes calls of its own format alone; build one without in_place";
         return Err(Error::argument("format", format!("{} of {} columns", shape.format, shape.hidden), advice));
     }
@@ -88,12 +89,16 @@ fn check_fits(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
         return Err(Error::argument("max_tokens", shape.max_tokens, advice));
     }
     shape.check_rows("dtype of rows").map_err(as_argument)?;
+    if let Some(words) = shape.payload.filter(|words| words.of_token > own.payload_words) {
+        let advice = format!("this context has room for {}; build it with Tuning::payload_words", own.payload_words);
+        return Err(Error::argument("payload", format!("{} words of a token", words.of_token), advice));
+    }
     if shape.slot_bytes() > plan.slot_bytes {
         let value = format!("{} of {} columns, {} bytes a row", shape.format, shape.hidden, shape.slot_bytes());
         return Err(Error::argument("format", value, format!("rows of this arena have {}; {room}", plan.slot_bytes)));
     }
     if shape.partial_bytes() > plan.partial_bytes {
-        let value = format!("{} of {} columns, {} bytes", shape.combine_dtype, shape.hidden, shape.partial_bytes());
+        let value = format!("{} of {} columns, {} bytes", shape.combine_dtype, shape.hidden, shape.sum_bytes());
         let advice = format!("partial rows of this arena have {}; {room}", plan.partial_bytes);
         return Err(Error::argument("dtype of rows", value, advice));
     }
@@ -117,7 +122,8 @@ fn as_argument(error: Error) -> Error {
 /// What launches of a format's calls are given: `context`, but for what is the format's.
 fn context_of(shape: &Shape, plan: &Plan, context: &raw::ty_context, number: u32) -> raw::ty_context {
     let mut regions = plan.regions;
-    if let Some(partials) = plan.few_partials.filter(|_| plan.are_few(shape.max_tokens)) {
+    let few = plan.are_few(shape.max_tokens) && shape.payload.is_none();
+    if let Some(partials) = plan.few_partials.filter(|_| few) {
         regions.partials = partials;
         regions.partial_tags.source_stride = 0;
     }

@@ -540,6 +540,7 @@ pub(crate) struct SentRows {
     pub rows: u64,
     pub pitch: u64,
     pub topk_weight: u64,
+    pub payload: u64,
     /// The call's number: see `ty_handle.call`.
     pub call: u32,
 }

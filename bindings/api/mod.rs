@@ -44,7 +44,7 @@ mod tuning;
 pub use again::{NewRows, Placed};
 pub use builder::AllToAllBuilder;
 pub use call_format::{CallFormat, Weights};
-pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use calls::{Combined, InPlaceOutput, Layout, Output, Payload, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
 pub use counts::Counts;

@@ -79,6 +79,19 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
     let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
     // LL rows have no tags.
     let ll = args.context.regions.partial_tags.source_stride == 0;
+    if args.payload_words > 0 {
+        // Partial rows with a payload are of the combine dtype.
+        let kernel = match dtype {
+            Dtype::Fp16 => ("ty_combine_payload_fp16", "ty_combine_payload_fp16_nodes"),
+            Dtype::Fp32 => ("ty_combine_payload_fp32", "ty_combine_payload_fp32_nodes"),
+            _ if !specialised || late => ("ty_combine_payload_bf16", "ty_combine_payload_bf16_nodes"),
+            _ if args.layout == raw::TY_LAYOUT_TOKEN => {
+                ("ty_combine_payload_specialised_token", "ty_combine_payload_specialised_token_nodes")
+            }
+            _ => ("ty_combine_payload_specialised", "ty_combine_payload_specialised_nodes"),
+        };
+        return of_world(&args.context, kernel);
+    }
     let kernel: Pair = match (dtype, partial) {
         (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),
         (Dtype::Fp16, Partial::Fp32) => ("ty_combine_fp16_fp32", "ty_combine_fp16_fp32_nodes"),
@@ -377,6 +390,29 @@ mod tests {
             ] {
                 assert_eq!(dispatch(&other, true).0, format!("ty_dispatch_again{over}"));
             }
+        }
+    }
+
+    #[test]
+    fn combines_with_a_payload_have_kernels_of_their_own() {
+        for (nodes, over) in [(1, ""), (2, "_nodes")] {
+            let mut context = raw::ty_context { nodes, ..context() };
+            context.regions.partial_tags.source_stride = 64;
+            let usual = raw::ty_combine_args { context, payload_words: 1, phases: BOTH_PHASES, ..Default::default() };
+            let of = |args: &raw::ty_combine_args, dtype| combine(args, dtype, Partial::Same);
+            assert_eq!(of(&usual, Dtype::Bf16), format!("ty_combine_payload_specialised{over}"));
+            let token = raw::ty_combine_args { layout: raw::TY_LAYOUT_TOKEN, ..usual };
+            assert_eq!(of(&token, Dtype::Bf16), format!("ty_combine_payload_specialised_token{over}"));
+            let late = raw::ty_context { weights: raw::TY_WEIGHTS_COMBINE, ..context };
+            for args in [
+                raw::ty_combine_args { phases: raw::TY_PHASE_SEND, ..usual },
+                raw::ty_combine_args { accumulate: 1, ..token },
+                raw::ty_combine_args { context: late, ..usual },
+            ] {
+                assert_eq!(of(&args, Dtype::Bf16), format!("ty_combine_payload_bf16{over}"));
+            }
+            assert_eq!(of(&usual, Dtype::Fp16), format!("ty_combine_payload_fp16{over}"));
+            assert_eq!(of(&usual, Dtype::Fp32), format!("ty_combine_payload_fp32{over}"));
         }
     }
 

@@ -61,6 +61,8 @@ pub struct PlanInput {
     /// With one node, where rounds have more tokens than `ll_tokens`: most tokens of calls of other formats that get LL
     /// rows of their own; 0 for none.
     pub few_tokens: usize,
+    /// Whether some calls need tagged partial rows, since LL rows have no side payload.
+    pub tagged: bool,
     /// With one node: rows of an in-place output, into which peers store rows directly; 0 for none.
     pub in_place_rows: usize,
 }
@@ -73,8 +75,23 @@ impl PlanInput {
 
     /// Most tokens of calls that get LL rows of their own; 0: none does.
     fn few_tokens(&self, round_tokens: usize) -> usize {
-        let few = self.few_tokens <= self.ll_tokens && round_tokens > self.ll_tokens;
-        if few && self.nodes.members().len() == 1 { self.few_tokens } else { 0 }
+        match round_tokens <= self.ll_tokens {
+            _ if self.nodes.members().len() > 1 => 0,
+            true => {
+                if self.tagged {
+                    round_tokens
+                } else {
+                    0
+                }
+            }
+            false => {
+                if self.few_tokens <= self.ll_tokens {
+                    self.few_tokens
+                } else {
+                    0
+                }
+            }
+        }
     }
 }
 
@@ -120,8 +137,8 @@ pub struct Plan {
     /// Most bytes of a dispatched row, and of a partial row.
     pub(crate) slot_bytes: usize,
     pub(crate) partial_bytes: usize,
-    /// LL rows of calls of few tokens, where other calls have tagged rows: a tagged word that is left would look like
-    /// one that has arrived.
+    /// LL rows of calls of few tokens without payload, where other calls have tagged rows: a tagged word that is left
+    /// would look like one that has arrived.
     pub(crate) few_partials: Option<raw::ty_region>,
     few_tokens: usize,
     top_k: usize,
@@ -291,7 +308,7 @@ impl Plan {
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
         let source_token_bytes = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
-        let ll = !several && round_tokens <= input.ll_tokens;
+        let ll = !several && round_tokens <= input.ll_tokens && !input.tagged;
         // In-place output needs no receive buffer for rows.
         let in_place_rows = input.in_place_rows as u64;
         let (recv_buffer, own) = if in_place_rows == 0 { (round, 0) } else { (0, 1) };
@@ -502,6 +519,7 @@ mod tests {
             double_buffer_bytes: 256 << 20,
             ll_tokens: 256,
             few_tokens: 0,
+            tagged: false,
             in_place_rows: 0,
         }
     }
@@ -572,6 +590,55 @@ mod tests {
         assert_ne!(tags(&PlanInput { ll_tokens: 0, ..v3(1) }), 0);
         assert_eq!(tags(&PlanInput { round_tokens: Some(256), ..v3(4096) }), 0);
         assert_ne!(tags(&v3_of_nodes(1, &[8; 2])), 0, "partial rows for a rail are tagged");
+    }
+
+    #[test]
+    fn small_calls_have_ll_rows_of_their_own_beside_tagged_rows() {
+        let few = |input: &PlanInput| {
+            let plan = Plan::new(input).unwrap();
+            let named = plan.buffers().iter().find(|buffer| buffer.name == "partial rows of few tokens");
+            assert_eq!(named.map(|buffer| buffer.offset), plan.few_partials.map(|region| region.offset));
+            let tagged = plan.regions.partial_tags.source_stride != 0;
+            (named.map_or(0, |buffer| buffer.bytes), tagged, [1, 100, 101].map(|tokens| plan.are_few(tokens)))
+        };
+        let some = PlanInput { few_tokens: 100, ..v3(4096) };
+        assert_eq!(few(&some), (2 * 100 * 8 * 14_336, true, [true, true, false]));
+        // All rows are LL rows, unless some calls have a payload.
+        assert_eq!(few(&PlanInput { few_tokens: 50, ..v3(100) }), (0, false, [false; 3]));
+        let paid = PlanInput { tagged: true, ..v3(100) };
+        assert_eq!(few(&paid), (2 * 100 * 8 * 14_336, true, [true, true, false]));
+        for none in [
+            PlanInput { ll_tokens: 99, ..some.clone() },
+            PlanInput { tagged: true, ..v3(4096) },
+            PlanInput { few_tokens: 100, ..v3_of_nodes(4096, &[4, 4]) },
+        ] {
+            assert_eq!(few(&none), (0, true, [false; 3]));
+        }
+    }
+
+    #[test]
+    fn messages_of_smaller_rows_have_chunks_of_no_more_bytes() {
+        let plan = Plan::new(&PlanInput { weights_with_dispatch: true, other_slot_bytes: 768, ..uneven() }).unwrap();
+        let [dispatch, combine, ..] = plan.wire.as_ref().unwrap().1;
+        assert_eq!((dispatch.row_bytes, combine.row_bytes, dispatch.shape.chunk_bytes), (768, 768, 16 * 768));
+        let of = |direction, slot_bytes, partial_bytes, weights_with_dispatch| {
+            let call = CallBytes { slot_bytes, partial_bytes, weights_with_dispatch };
+            plan.message_of(direction, call).unwrap()
+        };
+        let own = of(Direction::Dispatch, 768, 0, true);
+        assert_eq!(own, dispatch);
+        // 12 288 bytes hold 24 rows of 512, and 13 of 912 would hold too much: the rows left over are a chunk more.
+        for (bytes, rows) in [(512, 24), (16, 100), (752, 16), (400, 30)] {
+            let small = of(Direction::Dispatch, bytes, 0, false);
+            let wanted =
+                Message { row_bytes: bytes as u32, chunk_rows: rows, chunk_shift: rows, header_bytes: 32, ..own };
+            assert_eq!(small, wanted);
+            let sums = of(Direction::Combine, 0, bytes, true);
+            assert_eq!(sums, Message { row_bytes: bytes as u32, chunk_rows: rows, ..combine });
+        }
+        assert!(plan.has_headers_of(CallBytes { slot_bytes: 0, partial_bytes: 0, weights_with_dispatch: true }));
+        let without = Plan::new(&uneven()).unwrap();
+        assert!(!without.has_headers_of(CallBytes { slot_bytes: 0, partial_bytes: 0, weights_with_dispatch: true }));
     }
 
     #[test]

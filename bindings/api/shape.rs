@@ -1,6 +1,6 @@
 //! The shape that a context was built for: the settings that its plan, its launches and the checks of its calls use.
 
-use super::call_format::{CallFormat, Room, Weights};
+use super::call_format::{CallFormat, PayloadWords, Room, Weights};
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::{CallBytes, PlanInput};
@@ -18,6 +18,11 @@ pub const FEW_BLOCKS: u32 = raw::TY_FEW_BLOCKS;
 /// Tokens of a round up to which partial rows are LL rows, in one node of ranks with many blocks (docs/notebook.md,
 /// "LL rows").
 pub(super) const LL_TOKENS: usize = 256;
+
+/// Bytes of so many words behind a partial row, which stays a multiple of 16.
+fn payload_bytes(words: usize) -> usize {
+    (4 * words).next_multiple_of(16)
+}
 
 /// The shape that a context was built for.
 #[derive(Debug, Clone)]
@@ -50,6 +55,10 @@ pub(crate) struct Shape {
     pub format: RowFormat,
     pub quantize: bool,
     pub combine_dtype: Dtype,
+    /// Of calls that have a side payload.
+    pub payload: Option<PayloadWords>,
+    /// Most words of a token's side payload.
+    pub payload_words: usize,
     /// Of the arena, beyond this format.
     pub room: Room,
     pub partial: Partial,
@@ -69,7 +78,7 @@ impl Shape {
 
     /// The same with calls of another format.
     pub fn of_format(&self, format: &CallFormat) -> Shape {
-        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens } = *format;
+        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload } = *format;
         let (row_bytes, scale_words) = (rows.row_bytes(hidden), rows.scale_bytes(hidden) / 4);
         let nodes = self.nodes.clone();
         Shape {
@@ -79,6 +88,7 @@ impl Shape {
             combine_dtype,
             weights,
             max_tokens,
+            payload,
             row_bytes,
             scale_words,
             nodes,
@@ -227,8 +237,13 @@ impl Shape {
         self.hidden * self.combine_dtype.bytes()
     }
 
-    /// Pitch of a partial row; in an fp8 row the scales follow the elements.
+    /// Pitch of a partial row, side payload included.
     pub fn partial_bytes(&self) -> usize {
+        self.sum_bytes() + payload_bytes(self.payload.map_or(0, |words| words.of_token))
+    }
+
+    /// Bytes of a partial row without its payload; in an fp8 row the scales follow the elements.
+    pub fn sum_bytes(&self) -> usize {
         match self.partial {
             Partial::Same => self.hidden * self.combine_dtype.bytes(),
             Partial::Fp32 => self.hidden * 4,
@@ -260,7 +275,8 @@ impl Shape {
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
             other_slot_bytes: self.room.slot_bytes,
-            partial_bytes: self.partial_bytes().max(self.room.partial_bytes),
+            partial_bytes: self.partial_bytes().max(self.room.partial_bytes) + payload_bytes(self.payload_words),
+            tagged: self.payload_words > 0,
             max_local_experts: self.max_local_experts,
             weights_with_dispatch: self.weights_with_dispatch() || self.room.weights_with_dispatch,
             weights_with_combine: self.weights_with_combine() || self.room.weights_with_combine,
@@ -287,7 +303,7 @@ impl Shape {
         format!(
             "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
              max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
-             partial={:?} weights={:?} room={} placement={table:016x} first_epoch={first_epoch}",
+             partial={:?} weights={:?} payload_words={} room={} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
             self.ranks,
@@ -310,6 +326,7 @@ impl Shape {
             self.combine_dtype,
             self.partial,
             self.weights,
+            self.payload_words,
             self.room,
         )
     }

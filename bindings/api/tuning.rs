@@ -51,6 +51,10 @@ pub struct Tuning {
     /// |x| / 16 or amax / 458000, whichever is larger, per transfer: one transfer to the source rank or to a rail, and
     /// one more between nodes.
     pub partial: Partial,
+    /// Most words of a token's side payload in combine ([`Payload`](super::Payload)): K of summed payloads, top_k times
+    /// K of gathered ones, at most 4096. Partial rows have room for them, and are [`Partial::Same`]. Default: 0, and no
+    /// combine has a payload.
+    pub payload_words: usize,
     /// In-place output `(rows, align)`: an output in the context's arena, the same on all ranks. It has `rows` rows in
     /// the contiguous layout, each expert's first row at a multiple of `align` rows, and row-major scales. Peers store
     /// a row directly at the place of its first expert, and the arena has no receive buffer for rows. Each of eight
@@ -142,6 +146,7 @@ impl Default for Tuning {
     fn default() -> Self {
         Tuning {
             partial: Partial::Same,
+            payload_words: 0,
             in_place: None,
             round_tokens: None,
             duplicates: false,

@@ -172,6 +172,12 @@ pub struct BenchArgs {
     /// Calls of another format alternate with these, in the same context; these alone are timed
     #[arg(long)]
     pub mixed: bool,
+    /// Combine also brings so many fp32 words beside each of the experts' rows, summed [default: 0]
+    #[arg(long, value_name = "K", value_parser = |t: &str| number(t, 0, 4096))]
+    pub payload: Option<usize>,
+    /// These words are gathered choice by choice instead
+    #[arg(long)]
+    pub gather: bool,
     /// Replicas of each expert, of which each token takes one of the nearest
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
     pub replicas: Option<usize>,

@@ -70,6 +70,26 @@ TY_DEVICE bool has_expert(const ty_expert_args &a, u64 row) {
   return false;
 }
 
+// The expert whose payload a row has: in the token layout the first that is here, in top-k order.
+TY_DEVICE u32 payload_expert(const ty_expert_args &a, u64 row) {
+  i32 local = a.row_expert ? load(reinterpret_cast<const i32 *>(a.row_expert) + row) : -1;
+  for (u32 k = a.token_experts ? a.top_k : 0; k > 0; --k) {
+    i32 one = load(reinterpret_cast<const i32 *>(a.token_experts) + row * a.top_k + k - 1);
+    if (one >= 0) local = one;
+  }
+  return load(reinterpret_cast<const u32 *>(a.global_expert) + local);
+}
+
+// Word j of a row's payload, made of a word of the dispatched row and of the expert: any bits, among them those of -0,
+// or a number.
+TY_DEVICE u32 payload_word(const ty_expert_args &a, u64 row, u32 j) {
+  u32 size = a.in_dtype == TY_FP32 ? 4 : a.in_dtype == TY_FP8_E4M3 ? 1 : 2;
+  const u32 *words = reinterpret_cast<const u32 *>(a.rows + row * a.rows_pitch);
+  u32 mixed = (load(words + j % (a.hidden * size / 4)) + j) * 2654435769u ^ (payload_expert(a, row) + 1) * 2246822507u;
+  if (a.payload_gathered) return mixed % 5 == 0 ? 0x80000000u : mixed;
+  return same_bits<u32>(mul_rn(static_cast<float>(static_cast<i32>(mixed) >> 8), 1.0f / 4096.0f));
+}
+
 // A block per dispatched row.
 TY_KERNEL(ty_bench_expert, ty_expert_args) {
   for (u64 row = block_index(); row < a.row_total; row += block_count()) {
@@ -79,6 +99,8 @@ TY_KERNEL(ty_bench_expert, ty_expert_args) {
       store_element(a, row, column,
                     a.token_experts ? token_value(a, row, column)
                                     : expert_value(a, row, static_cast<u32>(local), column));
+    for (u32 j = thread_index(); j < a.payload_words; j += block_threads())
+      store(reinterpret_cast<u32 *>(a.payload) + row * a.payload_words + j, payload_word(a, row, j));
   }
 }
 

@@ -46,6 +46,8 @@ pub struct ExpertCall {
     pub dtype: Dtype,
     /// Type of the experts' outputs.
     pub combine_dtype: Dtype,
+    /// uint32 `[row_total, words]`: each row's payload, with its words, and whether they are any bits, or else numbers.
+    pub payload: Option<(View, usize, bool)>,
 }
 
 fn code(dtype: Dtype) -> u32 {
@@ -98,11 +100,15 @@ pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
         in_dtype: code(call.dtype),
         out_dtype: code(call.combine_dtype),
         ue8m0: u32::from(call.ue8m0),
+        payload: call.payload.as_ref().map_or(0, |(view, ..)| view.ptr()),
+        payload_words: call.payload.as_ref().map_or(0, |(_, words, _)| *words as u32),
+        payload_gathered: call.payload.as_ref().map_or(0, |(.., gathered)| u32::from(*gathered)),
         reserved: 0,
     };
     let views = [Some(&call.rows), Some(&call.global_expert), Some(&call.y)];
     let optional = [&call.scales, &call.row_expert, &call.token_experts, &call.token_weights];
-    let views = views.into_iter().chain(optional.map(Option::as_ref)).flatten();
+    let payload = call.payload.as_ref().map(|(view, ..)| view);
+    let views = views.into_iter().chain(optional.map(Option::as_ref)).chain([payload]).flatten();
     // SAFETY: passed on to the caller.
     stream.with(views, || unsafe { stream.launch_independent("ty_bench_expert", grid(stream), &args) })
 }

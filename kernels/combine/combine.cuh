@@ -176,6 +176,14 @@ TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const So
   return !ll || warp_ballot(!well) == 0;
 }
 
+// Stores a token's payload, of listed rows, in the order of sum_token. By a warp.
+TY_DEVICE void sum_payload(const CombineArgs auto &a, const Terms &terms, const SourceRows &list, u32 token) {
+  u32 all = payload_of_token(a);
+  u32 *out = pointer<u32>(a.payload_out) + static_cast<u64>(token) * all;
+  for (u32 w = lane_index(); w < all; w += warp_size)
+    store(out + w, add_payloads(a, w, list.count, list.own, list.after, [&](u32 n) { return load(&terms.row[n]); }));
+}
+
 // Sums all own tokens, after begin_sums. By `warps` warps of a block.
 template <typename Partial, bool inter_node>
 TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared, u32 warps, const Round &round,
@@ -191,6 +199,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
       if (!gather_token<inter_node>(a, terms, round, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
         return false;
     }
+    if (carries_payload(a) && piece.first == 0) sum_payload(a, terms, list, token);
     return sum_token<Partial, inter_node>(a, terms, list, token, columns_of<Partial>(c, piece));
   });
 }
@@ -359,5 +368,19 @@ TY_KERNEL(ty_combine_specialised_token_nodes, SpecialisedTokens<Way::nodes>) { c
 TY_KERNEL(ty_combine_specialised_late, LateChoices<Way::ll>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_specialised_late_tagged, LateChoices<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_specialised_late_nodes, LateChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
+
+// Calls with a side payload.
+TY_KERNEL(ty_combine_payload_bf16, PayloadArgs) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_bf16_nodes, PayloadArgs) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_payload_fp16, PayloadArgs) { combine<Fp16, Fp16, false>(a); }
+TY_KERNEL(ty_combine_payload_fp16_nodes, PayloadArgs) { combine<Fp16, Fp16, true>(a); }
+TY_KERNEL(ty_combine_payload_fp32, PayloadArgs) { combine<Fp32, Fp32, false>(a); }
+TY_KERNEL(ty_combine_payload_fp32_nodes, PayloadArgs) { combine<Fp32, Fp32, true>(a); }
+template <bool inter_node> using PayloadChoices = SpecialisedPayloadArgs<inter_node, TY_LAYOUT_CONTIGUOUS>;
+template <bool inter_node> using PayloadTokens = SpecialisedPayloadArgs<inter_node, TY_LAYOUT_TOKEN>;
+TY_KERNEL(ty_combine_payload_specialised, PayloadChoices<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_nodes, PayloadChoices<true>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_payload_specialised_token, PayloadTokens<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_token_nodes, PayloadTokens<true>) { combine<Bf16, Bf16, true>(a); }
 
 } // namespace ty

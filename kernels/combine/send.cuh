@@ -1,7 +1,7 @@
 // Combine: what Cs and Cr share, and the expert ranks' part of Cs: flags, weights sent ahead, partial rows.
 #pragma once
+#include "combine/payload.cuh"
 #include "common/numbers.cuh"
-#include "common/wire.cuh"
 
 namespace ty {
 
@@ -656,6 +656,7 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
     Range range = rail_rows(a, round, owner.part - 1);
     rows = range.end - range.first;
   }
+  if (carries_payload(a) && piece.first == 0) send_payload(a, source, token, entry, out);
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out, ll_rows<inter_node>(c));
   if (ll_rows<inter_node>(c)) {
     warp_barrier(); // the list is read

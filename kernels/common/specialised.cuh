@@ -63,13 +63,33 @@ template <bool inter_node, Specialised does, u32 is_layout, bool ll> struct Spec
   SpecialisedHandle<inter_node> handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch, unused_times;
   u32 tokens, unused[5];
-  static constexpr u64 wait_times = 0;
+  u64 unused_payload[4];
+  static constexpr u64 wait_times = 0, payload = 0, payload_out = 0;
+  static constexpr u32 payload_words = 0, payload_gathered = 0, payload_offset = 0;
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
 };
 using SomeCombineArgs = SpecialisedCombineArgs<false, Specialised::nothing_else, 0, true>;
 static_assert(sizeof(SomeCombineArgs) == sizeof(ty_combine_args), "the same bytes");
 static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offsetof(ty_combine_args, out_pitch),
+              "the same bytes");
+
+// A combine of rows with a side payload: of any kind, and of the usual kind, of bf16 rows and sums.
+struct PayloadArgs : ty_combine_args {};
+template <bool inter_node, u32 is_layout> struct SpecialisedPayloadArgs {
+  SpecialisedContext<inter_node, Specialised::nothing_else> context;
+  SpecialisedHandle<inter_node> handle;
+  u64 rows, rows_pitch, topk_weight, out, out_pitch, unused_times;
+  u32 tokens, unused[5];
+  u64 payload, payload_out;
+  u32 payload_words, payload_gathered, payload_offset, reserved;
+  static constexpr u64 wait_times = 0;
+  static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
+  static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
+};
+static_assert(sizeof(SpecialisedPayloadArgs<true, 0>) == sizeof(ty_combine_args), "the same bytes");
+using SomePayloadArgs = SpecialisedPayloadArgs<false, 0>;
+static_assert(__builtin_offsetof(SomePayloadArgs, payload) == __builtin_offsetof(ty_combine_args, payload),
               "the same bytes");
 
 // A world of one node with in-place output: calls are restricted as specialised calls are, in the contiguous layout.
@@ -149,6 +169,14 @@ template <typename C, typename H> TY_DEVICE constexpr bool takes_counts(const Co
 TY_DEVICE constexpr bool goes_again(const DispatchArgs auto &) { return false; }
 TY_DEVICE constexpr bool goes_again(const AgainArgs &) { return true; }
 template <bool inter_node> TY_DEVICE constexpr bool goes_again(const SpecialisedAgainArgs<inter_node> &) {
+  return true;
+}
+
+// Whether rows have a side payload.
+TY_DEVICE constexpr bool carries_payload(const CombineArgs auto &) { return false; }
+TY_DEVICE constexpr bool carries_payload(const PayloadArgs &) { return true; }
+template <bool inter_node, u32 layout>
+TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadArgs<inter_node, layout> &) {
   return true;
 }
 

@@ -325,7 +325,7 @@ typedef struct ty_context {
   uint32_t scale_shift; // 16-byte vectors of a row that share one of them, as a power of 2: 32 at the most; 31 without
                         // scales
   uint32_t slot_bytes;  // pitch of a row in the receive buffer; a multiple of 16
-  uint32_t partial_bytes;     // pitch of a partial row, scales included; a multiple of 16
+  uint32_t partial_bytes;     // pitch of a partial row, scales and payload included; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + rounds
   uint32_t tile_words;        // words of a metadata bitmap row at the most: tokens of a tile, by 32
@@ -471,7 +471,13 @@ typedef struct ty_combine_args {
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;
-  uint32_t round; // of the call
+  uint32_t round;            // of the call
+  uint64_t payload;          // uint32 [rows][payload_words]: bits of floats, beside each row; or 0
+  uint64_t payload_out;      // uint32 [tokens][payload_words], or [tokens][top_k][payload_words]
+  uint32_t payload_words;    // 0: there is none
+  uint32_t payload_gathered; // 1: choice by choice; 0: summed
+  uint32_t payload_offset;   // bytes from the start of a partial row to its payload
+  uint32_t reserved;
 } ty_combine_args;
 
 typedef struct ty_barrier_args {
@@ -497,7 +503,10 @@ typedef struct ty_expert_args {
   uint32_t top_k;
   uint32_t in_dtype;
   uint32_t out_dtype;
-  uint32_t ue8m0; // 1: scales are exponents, four to a word
+  uint32_t ue8m0;            // 1: scales are exponents, four to a word
+  uint32_t payload_words;    // 0: none
+  uint64_t payload;          // uint32 [row_total][payload_words]
+  uint32_t payload_gathered; // 1: any bits; 0: numbers
   uint32_t reserved;
 } ty_expert_args;
 

@@ -135,20 +135,24 @@ fn sums_lie_in_nothing_that_their_combine_reads() {
     let parts = [
         ("rows", ROWS * PITCH),
         ("topk_weight", MAX_TOKENS * TOP_K * 4),
+        ("payload", ROWS * 3 * 4),
         ("out", MAX_TOKENS * PITCH),
         ("wait_times", 8),
+        ("payload of out", MAX_TOKENS * TOP_K * 3 * 4),
     ];
     let world = World::threads(1).unwrap().remove(0);
-    let rig = Rig::with(&world, |builder| builder.weights(Weights::Combine));
+    let rig = Rig::with(&world, |builder| builder.weights(Weights::Combine).tuning(|t| t.payload_words = 3 * TOP_K));
     rig.route(&[[-1; TOP_K]; MAX_TOKENS], 0);
     let tokens = rig.tokens(MAX_TOKENS).topk_weight(None);
     let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(ROWS)).unwrap();
     let memory = rig.ep.device().alloc((parts.len() + 1) * VIEW).unwrap();
     memory.fill(0).unwrap();
-    judge(&memory.view(), &parts, 2, |views| {
-        let [rows, weight, out, waits] = views else { unreachable!() };
-        let rows = Rows::new(rows.clone()).topk_weight(weight.clone());
-        rig.ep.combine(&rig.stream, &handle, &rows, &Combined::new(out.clone()).wait_times(waits.clone()))?;
+    judge(&memory.view(), &parts, 3, |views| {
+        let [rows, weight, words, out, waits, gathered] = views else { unreachable!() };
+        let payload = Payload { view: words.clone(), words: 3, gathered: true };
+        let rows = Rows::new(rows.clone()).topk_weight(weight.clone()).payload(payload);
+        let out = Combined::new(out.clone()).wait_times(waits.clone()).payload(gathered.clone());
+        rig.ep.combine(&rig.stream, &handle, &rows, &out)?;
         rig.stream.synchronize(PATIENCE)
     });
     rig.ep.check().unwrap();

@@ -22,6 +22,7 @@ mod nodes;
 mod one_context;
 mod overlap;
 mod ownership;
+mod payload;
 mod refusals;
 mod repeated;
 mod routing;

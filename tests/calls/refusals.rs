@@ -14,6 +14,8 @@ const HIDDEN: usize = 640;
 const EXPERTS: usize = 4;
 const TOP_K: usize = 2;
 const MAX_TOKENS: usize = 4;
+/// Words of a row's side payload.
+const PAYLOAD: usize = 3;
 /// Experts of the tokens, and how many rows each expert gets.
 const CHOICES: [[i64; TOP_K]; MAX_TOKENS] = [[0, 1], [2, 3], [1, -1], [-1, -1]];
 const COUNTS: [i32; EXPERTS] = [1, 2, 1, 1];
@@ -141,7 +143,7 @@ impl Case {
         let builder = AllToAll::builder(&world).device(device.clone()).hidden(HIDDEN).experts(EXPERTS).top_k(TOP_K);
         let builder = builder.max_tokens_per_rank(MAX_TOKENS).sms(2).timeout(PATIENCE).format(self.format);
         let builder = builder.quantize(self.quantize).combine_dtype(self.combine_dtype).weights(self.weights);
-        builder.build().unwrap()
+        builder.tuning(|tuning| tuning.payload_words = PAYLOAD).build().unwrap()
     }
 }
 
@@ -227,6 +229,14 @@ fn parts(case: &Case) -> Vec<Part> {
         part(Of::Output, "wait_times", "wait_times", 8, 8, |g, v| Given { output: g.output.wait_times(v), ..g }),
         part(Of::Rows, "rows", "rows", span(rows, case.combine_row_bytes(), case.gap), 16, |g, v| Given {
             rows: g.rows.rows(v),
+            ..g
+        }),
+        part(Of::Rows, "payload", "payload", 4 * rows * PAYLOAD, 4, |g, v| Given {
+            rows: g.rows.payload(Payload { view: v, words: PAYLOAD, gathered: false }),
+            ..g
+        }),
+        part(Of::Combined, "payload", "payload of out", 4 * room * PAYLOAD, 4, |g, v| Given {
+            out: g.out.payload(v),
             ..g
         }),
         part(Of::Combined, "wait_times", "wait_times", 8, 8, |g, v| Given { out: g.out.wait_times(v), ..g }),
@@ -542,10 +552,23 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     let given = Given { rows: good.rows.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
     let floats = "use bf16, fp16 or fp32".to_owned();
     add(Of::Rows, "dtype", given, "dtype of rows", Dtype::Fp8E4m3.to_string(), floats);
+    let payload = |words, gathered| {
+        let payload = good.rows.payload.clone().map(|payload| Payload { words, gathered, ..payload });
+        Given { rows: good.rows.clone().payload(payload), ..good.clone() }
+    };
+    let none = "give 1 or more, or leave the payload out".to_owned();
+    add(Of::Rows, "payload", payload(0, false), "words of payload", "0".to_owned(), none);
+    for (words, gathered, value) in [(PAYLOAD + 1, false, PAYLOAD + 1), (PAYLOAD, true, PAYLOAD * TOP_K)] {
+        let (given, value) = (payload(words, gathered), format!("{value} words of a token"));
+        let advice = format!("this context has room for {PAYLOAD}; build it with Tuning::payload_words");
+        if !(gathered && case.is_token()) {
+            add(Of::Rows, "payload", given, "payload", value, advice);
+        }
+    }
     if case.combine_dtype != Dtype::Fp32 {
         let given = Given { rows: good.rows.clone().dtype(Dtype::Fp32), ..good.clone() };
         let value = format!("fp32 of {HIDDEN} columns, {} bytes", 4 * HIDDEN);
-        let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes());
+        let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes() + 16);
         add(Of::Rows, "dtype", given, "dtype of rows", value, advice);
     }
     let given = Given { out: good.out.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
@@ -596,7 +619,7 @@ struct Memory {
 }
 
 /// Most views of all arguments together.
-const VIEWS: usize = 20;
+const VIEWS: usize = 22;
 
 impl Memory {
     fn new(device: &Device) -> Memory {

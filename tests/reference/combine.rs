@@ -71,6 +71,8 @@ pub(super) struct Term {
     pub expert: usize,
     pub rank: usize,
     pub weight: f32,
+    /// Which of the token's choices.
+    pub choice: usize,
 }
 
 /// The change to a row of sums on its way.
@@ -339,7 +341,7 @@ pub(super) fn terms_of(
     for k in (0..spec.top_k).filter(|_| !faults.is_silent(source_rank)) {
         let Some(expert) = source.expert(spec, token, k) else { continue };
         let Some(rank) = spec.rank_of(expert).filter(|&r| !faults.is_overflowed(r)) else { continue };
-        terms.push(Term { expert, rank, weight: source.weight(spec, token, k) });
+        terms.push(Term { expert, rank, weight: source.weight(spec, token, k), choice: k });
     }
     terms
 }

@@ -14,6 +14,7 @@
 //! | `quantize` | rows of a rank that quantises, and partial rows of fp8 |
 //! | `dispatch` | comparison of dispatched buffers, bit for bit |
 //! | `combine` | comparison of combined rows against sums at f64, within a derived bound, and bit for bit |
+//! | `payload` | comparison of the side payload of combine, bit for bit |
 //! | `explain` | what a wrong row looks like: swapped, lost, doubled, somebody else's |
 //! | `explain_sum` | what a wrong sum looks like: an expert missing, doubled, exchanged, weights swapped, a node lost |
 //! | `report` | counts and sentences |
@@ -28,6 +29,7 @@ mod expect;
 pub mod expert;
 mod explain;
 mod explain_sum;
+mod payload;
 mod quantize;
 mod report;
 mod spec;
@@ -36,6 +38,7 @@ pub use combine::{ObservedCombine, TokenSums, check_combine};
 pub use dispatch::{ObservedDispatch, check_dispatch, scale_index, scale_total_words};
 pub use elem::Elem;
 pub use expect::{Expected, Place, Slot, expected_dispatch};
+pub use payload::{ObservedPayload, check_payload};
 pub use quantize::{carried_by_fp8, fp8_error, quantized_row, quantized_scales};
 pub use report::Report;
 pub use spec::{Faults, Layout, Partial, RowSource, ScaleOrder, Scales, SourceRank, Spec, Weights, bad_routing};

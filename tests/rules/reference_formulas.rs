@@ -68,6 +68,7 @@ fn reference_imports_nothing_but_std() {
                 "dispatch::",
                 "elem::",
                 "expect::",
+                "payload::",
                 "quantize::",
                 "report::",
                 "spec::",

@@ -22,6 +22,8 @@ use super::words::{
 use crate::cli::reference::{self, Elem, SourceRank};
 use crate::cli::usage::{Refusal, old_name};
 
+/// Most words of a token's payload.
+const MAX_PAYLOAD: u64 = 4096;
 /// Most ranks of a node with in-place output.
 const MAX_IN_PLACE_RANKS: usize = 32;
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
@@ -29,9 +31,9 @@ pub const MAX_LOCAL_EXPERTS: usize = 2047;
 /// Ranks times experts of one rank at the most: these counts fit there, too.
 const MAX_COUNTS: usize = 8192;
 /// Bytes that rows are multiples of.
-const ROW_QUANTUM: usize = 16;
+pub(super) const ROW_QUANTUM: usize = 16;
 /// Columns of one scale.
-const SCALE_COLUMNS: usize = 128;
+pub(super) const SCALE_COLUMNS: usize = 128;
 /// The largest number of a first dispatch, the library's own limit.
 const MAX_EPOCH: u64 = 1 << 42;
 /// Chunks of a message at the most: an immediate numbers them in ten bits.
@@ -114,6 +116,10 @@ pub struct Case {
     pub again: bool,
     /// Iterations alternate between calls of this case's format and of another one, in one context.
     pub mixed: bool,
+    /// Words of each row's side payload in combine; 0 for none.
+    pub payload: usize,
+    /// Payloads are gathered, choice by choice, instead of summed.
+    pub gathered: bool,
     pub mode: Mode,
     /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
@@ -181,6 +187,8 @@ impl Default for Case {
             compact_handles: false,
             again: false,
             mixed: false,
+            payload: 0,
+            gathered: false,
             mode: Mode::Fused,
             ahead: 1,
             lockstep: false,
@@ -226,44 +234,9 @@ impl Case {
         self.node_sizes().iter().map(usize::to_string).collect::<Vec<_>>().join(",")
     }
 
-    /// The case with which a mixed case alternates: rows of another type, and by the seed also of fewer columns, sums
-    /// of another type, weights from elsewhere, and fewer tokens at the most.
-    pub fn other(&self) -> Case {
-        let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 15, 0, 0);
-        let mut bit = || counter.below(2) == 1;
-        let mut case = self.clone();
-        if self.hidden.is_multiple_of(2 * SCALE_COLUMNS) && bit() {
-            case.hidden = self.hidden / 2;
-        }
-        let fits = |dtype: Dtype| {
-            let quantum = if dtype == Dtype::Fp8E4m3 { SCALE_COLUMNS } else { ROW_QUANTUM / dtype.bytes() };
-            case.hidden.is_multiple_of(quantum)
-        };
-        let next = |dtype: Dtype, all: &[Dtype]| {
-            let at = all.iter().position(|one| *one == dtype).unwrap_or(0);
-            (1..=all.len()).map(|step| all[(at + step) % all.len()]).find(|one| fits(*one)).unwrap_or(dtype)
-        };
-        let dtype = next(self.dtype, &[Dtype::Bf16, Dtype::Fp8E4m3, Dtype::Fp32, Dtype::Fp16]);
-        let combine_dtype = next(self.combine_dtype, &[Dtype::Bf16, Dtype::Fp16, Dtype::Fp32]);
-        let scaled = dtype == Dtype::Fp8E4m3 && bit();
-        (case.dtype, case.scales) = (dtype, if scaled { ScaleKind::F32 } else { ScaleKind::None });
-        case.quantize = scaled && bit();
-        if bit() {
-            case.combine_dtype = combine_dtype;
-        }
-        if bit() && !self.several_nodes() && self.layout != LayoutWord::Token {
-            case.weights = match self.weights {
-                WeightsWord::Dispatch => WeightsWord::Combine,
-                WeightsWord::Combine => WeightsWord::None,
-                WeightsWord::None => WeightsWord::Dispatch,
-            };
-        }
-        // Calls of several rounds have as many tokens at the most as the context.
-        if bit() && self.round_tokens.is_none_or(|tokens| tokens >= self.max_tokens) {
-            case.max_tokens = self.max_tokens.div_ceil(2);
-            case.tokens = self.tokens.min(case.max_tokens);
-        }
-        case
+    /// Words of a token's payload at its source.
+    pub fn payload_words(&self) -> usize {
+        if self.gathered { self.top_k * self.payload } else { self.payload }
     }
 
     /// Inputs of one iteration.
@@ -450,6 +423,10 @@ impl Case {
             Some("hidden")
         } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             Some("layout")
+        } else if self.payload > 0 && self.partial != PartialWord::Same {
+            Some("payload_words")
+        } else if self.gathered && self.layout == LayoutWord::Token {
+            Some("gathered")
         } else {
             None
         }
@@ -464,6 +441,8 @@ impl Case {
                 "scales" => case.scales = ScaleKind::None,
                 "quantize" => case.quantize = false,
                 "hidden" => case.partial = PartialWord::Same,
+                "payload_words" => (case.payload, case.gathered) = (0, false),
+                "gathered" => case.gathered = false,
                 _ => case.weights = WeightsWord::Dispatch,
             }
         }
@@ -485,6 +464,23 @@ impl Case {
             (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
             (self.again, "its handles do not have the places of rows"),
             (self.mixed, "its calls are of one format"),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+    }
+
+    /// Why this case cannot have such a payload, if there is a reason.
+    pub fn why_no_payload(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.payload == 0 && self.gathered, "words are gathered where there are some; give --payload"),
+            (self.payload_words() as u64 > MAX_PAYLOAD, "a token's payload has at most 4096 words; give fewer"),
+            (
+                self.payload > 0 && self.partial != PartialWord::Same,
+                "partial rows with a payload are of the combine dtype; leave it out",
+            ),
+            (
+                self.gathered && self.layout == LayoutWord::Token,
+                "a row of the token layout is of several choices; leave --gather out",
+            ),
         ];
         reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
     }
@@ -659,6 +655,9 @@ impl Case {
 
     fn check_layout(&self) -> Result<(), Refusal> {
         let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if let Some(why) = self.why_no_payload() {
+            return refuse("--payload", self.payload.to_string(), why.to_string());
+        }
         if self.align == 0 || (self.layout != LayoutWord::Contiguous && self.align != 1) {
             let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
             return refuse("--align", self.align.to_string(), advice);
@@ -820,6 +819,8 @@ fields! {
     compact_handles: flag, read_flag;
     again: flag, read_flag;
     mixed: flag, read_flag;
+    payload: show, within::<0, MAX_PAYLOAD>;
+    gathered: flag, read_flag;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;

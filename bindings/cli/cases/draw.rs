@@ -74,6 +74,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_counts(&mut case);
     draw_again(&mut case);
     draw_mixed(&mut case);
+    draw_payload(&mut case, false);
     case
 }
 
@@ -156,6 +157,7 @@ pub fn draw_small(seed: u64) -> Case {
     draw_counts(&mut case);
     draw_again(&mut case);
     draw_mixed(&mut case);
+    draw_payload(&mut case, true);
     case
 }
 
@@ -334,6 +336,18 @@ fn draw_mixed(case: &mut Case) {
     case.mixed = dice.once_in(2) && !case.in_place;
 }
 
+/// Whether combine has a side payload, `usable` or perhaps refused. From a stream of its own, as nodes are.
+fn draw_payload(case: &mut Case, usable: bool) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 17, 0, 0));
+    let (words, gathered) = (1 + dice.below(5), dice.once_in(2));
+    // Some draws test that what cannot go together is refused.
+    let refused = dice.once_in(4) && !usable;
+    if !dice.once_in(3) && (refused || case.partial == PartialWord::Same) {
+        case.payload = words;
+        case.gathered = gathered && (refused || case.layout != LayoutWord::Token);
+    }
+}
+
 /// Whether counts come first in calls with halves. From a stream of its own, as nodes are.
 fn draw_counts(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 13, 0, 0));
@@ -439,7 +453,8 @@ mod tests {
         for seed in 0..400 {
             for case in [draw(seed, DeviceWord::Cpu), draw_small(seed)].map(quantized) {
                 let refused = case.refused_by_design();
-                assert!(case.quantize && (refused == Some("layout") || case.check().is_ok()), "{case}: {refused:?}");
+                let stays = matches!(refused, Some("layout" | "gathered" | "payload_words"));
+                assert!(case.quantize && (stays || case.check().is_ok()), "{case}: {refused:?}");
             }
         }
     }

@@ -6,6 +6,7 @@ pub mod draw;
 pub mod inputs;
 pub mod limits;
 pub mod links;
+mod mixed;
 pub mod presets;
 pub mod routing;
 pub mod trace_file;

@@ -5,15 +5,15 @@
 
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
-    CallFormat, Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Placed,
-    Result, Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
+    CallFormat, Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Payload,
+    Placed, Result, Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
 };
 
 use super::builder::call_format;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::{Inputs, ScaleKind};
 use crate::cli::cases::words::{IndexWord, LayoutWord, OrderWord, WeightsWord};
-use crate::cli::reference::{ObservedCombine, ObservedDispatch, SourceRank};
+use crate::cli::reference::{ObservedCombine, ObservedDispatch, ObservedPayload, SourceRank};
 
 /// Fill byte of outputs. As an int32 it is negative, so that an untouched row has no expert.
 pub const POISON: u8 = 0xa5;
@@ -53,6 +53,9 @@ pub struct Buffers {
     global_expert: DeviceBuffer,
     y: DeviceBuffer,
     out: DeviceBuffer,
+    /// Words beside `y`, and what combine makes of them.
+    payload: DeviceBuffer,
+    payload_out: DeviceBuffer,
     /// Contents of `out` before combine, in checked iterations that accumulate.
     old: Vec<u8>,
 }
@@ -72,6 +75,7 @@ pub struct Observed {
     source_ranges: Vec<u8>,
     total_counts: Vec<u8>,
     out: Vec<u8>,
+    payload: Vec<u8>,
 }
 
 /// The first `bytes` bytes of a buffer.
@@ -120,6 +124,8 @@ impl Buffers {
             global_expert: alloc(local * 4)?,
             y: alloc(rows * y_pitch(case))?,
             out: alloc((case.max_tokens + 1) * out_pitch(case))?,
+            payload: alloc(rows * case.payload * 4)?,
+            payload_out: alloc((case.max_tokens + 1) * case.payload_words() * 4)?,
             old: Vec::new(),
             own,
             rank,
@@ -136,7 +142,7 @@ impl Buffers {
     }
 
     /// Outputs of dispatch and combine.
-    fn poisoned(&self) -> [&DeviceBuffer; 12] {
+    fn poisoned(&self) -> [&DeviceBuffer; 13] {
         [
             &self.rows,
             &self.scales,
@@ -150,6 +156,7 @@ impl Buffers {
             &self.source_ranges,
             &self.total_counts,
             &self.out,
+            &self.payload_out,
         ]
     }
 
@@ -180,6 +187,7 @@ impl Buffers {
     /// Overwrites what combine reads, in stream order.
     pub fn spoil_expert_rows(&self, stream: &Stream) -> Result<()> {
         stream.fill(&self.y.view(), NAN_BYTE)?;
+        stream.fill(&self.payload.view(), NAN_BYTE)?;
         if self.case.weights == WeightsWord::Combine { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
@@ -400,6 +408,7 @@ impl Buffers {
             top_k: case.top_k,
             dtype: case.dtype,
             combine_dtype: case.combine_dtype,
+            payload: (case.payload > 0).then(|| (self.payload.view(), case.payload, case.gathered)),
         }
     }
 
@@ -408,6 +417,7 @@ impl Buffers {
         Rows::new(self.y.view())
             .pitch_bytes(y_pitch(&self.case))
             .dtype(self.format.map(|format| format.combine_dtype))
+            .payload(self.row_payload())
             .topk_weight((self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()))
     }
 
@@ -418,6 +428,19 @@ impl Buffers {
             .pitch_bytes(pitch)
             .dtype(self.case.out_dtype)
             .accumulate(self.case.accumulate)
+            .payload((self.case.payload > 0).then(|| self.payload_out.view()))
+    }
+
+    /// The experts' words beside their rows.
+    fn row_payload(&self) -> Option<Payload> {
+        let Case { payload, gathered, .. } = self.case;
+        (payload > 0).then(|| Payload { view: self.payload.view(), words: payload, gathered })
+    }
+
+    /// What combine brought of them, for the reference.
+    pub fn payload<'a>(&self, seen: &'a Observed) -> Option<ObservedPayload<'a>> {
+        let Case { payload, gathered, .. } = self.case;
+        (payload > 0).then_some(ObservedPayload { out: &seen.payload, words: payload, gathered })
     }
 
     /// Copies every output to the host; the stream must be idle.
@@ -436,6 +459,7 @@ impl Buffers {
             source_ranges: read_all(&self.source_ranges)?,
             total_counts: read_all(&self.total_counts)?,
             out: read_all(&self.out)?,
+            payload: read_all(&self.payload_out)?,
         })
     }
 

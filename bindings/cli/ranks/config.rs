@@ -150,6 +150,8 @@ impl Config {
         add(case.compact_handles, "--compact-handles".to_string());
         add(case.again, "--replay".to_string());
         add(case.mixed, "--mixed".to_string());
+        add(case.payload > 0, format!("--payload {}", case.payload));
+        add(case.gathered, "--gather".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
@@ -229,6 +231,8 @@ impl Config {
             compact_handles: args.compact_handles,
             again: args.replay,
             mixed: args.mixed,
+            payload: args.payload.unwrap_or(0),
+            gathered: args.gather,
             call_top_k: args.call_top_k,
             mode,
             lockstep: true,

@@ -28,8 +28,8 @@ use crate::cli::cases::inputs::Inputs;
 use crate::cli::cases::routing::{Router, ragged_count};
 use crate::cli::cases::words::{ArenaWord, FaultWord, Mode, WorldMode};
 use crate::cli::reference::{
-    self, ObservedDispatch, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row,
-    quantized_scales,
+    self, ObservedDispatch, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, check_payload,
+    quantized_row, quantized_scales,
 };
 
 /// A rank's means between nodes; nothing in a world of one node.
@@ -341,6 +341,9 @@ impl<'a> RankRun<'a> {
         let dispatched = ObservedDispatch { first_counts, ..flight.buffers.dispatched(&seen) };
         let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &dispatched);
         report.merge(check_combine(&spec, sources, &rows, faults, rank, &flight.buffers.summed(&seen)));
+        if let Some(payload) = flight.buffers.payload(&seen) {
+            report.merge(check_payload(&spec, sources, &rows, faults, rank, &payload));
+        }
         Ok((report, flight.buffers.strays(&seen)))
     }
 }

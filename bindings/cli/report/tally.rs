@@ -13,7 +13,7 @@ use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{IndexWord, LayoutWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 16] = [
+const DIMENSIONS: [&str; 17] = [
     "dtype",
     "scales",
     "combine",
@@ -30,9 +30,12 @@ const DIMENSIONS: [&str; 16] = [
     "compact handles",
     "again",
     "mixed",
+    "payload",
 ];
 /// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, and
 /// rows go by earlier handles.
+const SUMS: &str = "sums";
+const GATHERED: &str = "gathered";
 const NO_YES: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.
 const ONE: &str = "one";
@@ -74,7 +77,16 @@ fn values(dimension: usize) -> Vec<&'static str> {
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
+        16 => vec![NO_YES[0], SUMS, GATHERED],
         _ => vec![ONE, EVEN, UNEVEN],
+    }
+}
+
+fn payload_of(case: &Case) -> &'static str {
+    match (case.payload > 0, case.gathered) {
+        (false, _) => NO_YES[0],
+        (true, false) => SUMS,
+        (true, true) => GATHERED,
     }
 }
 
@@ -104,6 +116,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         NO_YES[usize::from(case.compact_handles)],
         NO_YES[usize::from(case.again)],
         NO_YES[usize::from(case.mixed)],
+        payload_of(case),
     ]
 }
 
@@ -132,6 +145,8 @@ fn must_be_refused(pair: &Pair) -> bool {
         ("layout", "weights") => has("token") && has("combine"),
         ("dtype", "quantize") => pair.1 != "fp8" && pair.3 == "yes",
         ("scales", "quantize") => pair.1 == "none" && pair.3 == "yes",
+        ("layout", "payload") => has("token") && has(GATHERED),
+        ("partial", "payload") => pair.1 != "same" && pair.3 != "no",
         _ => false,
     }
 }
@@ -209,7 +224,7 @@ mod tests {
         let (twos, threes) = (7, DIMENSIONS.len() - 9);
         let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
-        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
+        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1 + 1 + 4);
     }
 
     #[test]

@@ -195,6 +195,10 @@ fn common() -> Vec<Chances> {
         chances!(again, |c| !may_go_again(c), never()),
         chances!(mixed, not_in_place, yes(0.5)),
         chances!(mixed, |c| c.in_place, never()),
+        chances!(payload, |c| c.partial == PartialWord::Same, |c| flag(c.payload > 0), yes(2.0 * third)),
+        chances!(payload, |c| c.payload > 0, alike(1.0, [1, 2, 3, 4, 5])),
+        chances!(gathered, |c| c.payload > 0 && c.layout != LayoutWord::Token, yes(0.5)),
+        chances!(gathered, |c| c.payload == 0, never()),
         chances!(call_top_k, by_expert, |c| flag(c.call_top_k.is_some()), yes(1.0 / 6.0)),
         chances!(call_top_k, |c| !by_expert(c), by([("-", 1.0)])),
         chances!(mode, all, by([("fused", third), ("graph", third), ("split", third / 2.0), ("counts", third / 2.0)])),
@@ -263,6 +267,18 @@ fn is_divided(case: &Case) -> bool {
 fn of_configurations() -> Vec<Chances> {
     let third = 1.0 / 3.0;
     vec![
+        // One in four may be refused.
+        chances!(payload, |c| c.partial != PartialWord::Same, |c| flag(c.payload > 0), yes(1.0 / 6.0)),
+        chances!(
+            gathered,
+            |c| c.payload > 0 && c.layout == LayoutWord::Token && c.partial == PartialWord::Same,
+            yes(1.0 / 8.0)
+        ),
+        chances!(
+            gathered,
+            |c| c.payload > 0 && c.layout == LayoutWord::Token && c.partial != PartialWord::Same,
+            yes(0.5)
+        ),
         chances!(world, all, alike(1.0, 1..=12)),
         chances!(nodes, all, |c| c.node_sizes().len().to_string(), nodes(1, 12)),
         // Half of the worlds are cut evenly; of random cuts into three or four nodes hardly any is even.
@@ -376,6 +392,8 @@ fn of_schedules() -> Vec<Chances> {
     let third = 1.0 / 3.0;
     let few_blocks = |c: &Case| one_node(c) && c.world > 4;
     vec![
+        chances!(payload, |c| c.partial != PartialWord::Same, |c| flag(c.payload > 0), never()),
+        chances!(gathered, |c| c.layout == LayoutWord::Token, never()),
         chances!(world, all, alike(1.0, 2..=6)),
         chances!(nodes, all, |c| c.node_sizes().len().to_string(), nodes(2, 6)),
         chances!(meta_tile, all, by([("-", 1.0)])),
@@ -488,7 +506,7 @@ fn gpus_run_the_configurations_of_the_cpu_without_its_schedules() {
 #[test]
 fn every_pair_of_values_is_among_500_configurations_and_is_found_after_fewer() {
     // As `verify` does from 500 seeds on; after fewer seeds further ones are searched for.
-    for (first, seeds, most) in [(1, 500, 0), (1_000_000, 500, 0), (1, 40, 30), (u64::MAX - 20, 40, 30)] {
+    for (first, seeds, most) in [(1, 500, 0), (1_000_000, 500, 0), (1, 40, 40), (u64::MAX - 20, 40, 40)] {
         let mut tally = Tally::default();
         let mut further = 0;
         for offset in 0..3000 {

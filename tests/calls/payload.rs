@@ -1,0 +1,173 @@
+//! The side payload of combine: words beside the experts' rows come to the tokens' sources, summed or gathered with
+//! their bits, whatever partial rows are made of; and what cannot be asked for is refused.
+
+use crate::rig;
+
+use rig::{EXPERTS, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, nodes, on_ranks, test_device};
+use std::time::Duration;
+use tokenyard::*;
+
+const MOST: usize = 6;
+
+/// Bits beside a row: of a number, or any, -0 and NaNs among them.
+fn word(expert: usize, source: usize, token: usize, j: usize, gathered: bool) -> u32 {
+    let mixed = (expert * 7919 + source * 104_729 + token * 1_299_709 + j * 15_485_863) as u32;
+    match (gathered, (expert + token + j) % 4) {
+        (true, 0) => 0x8000_0000,
+        (true, 1) => 0x7fc0_0001 + mixed % 100,
+        (true, _) => mixed.wrapping_mul(2_654_435_769),
+        (false, _) => ((mixed % 1000) as f32 / 8.0 - 60.0).to_bits(),
+    }
+}
+
+fn words_of(buffer: &DeviceBuffer) -> Vec<u32> {
+    let mut bytes = vec![0; buffer.len()];
+    buffer.read(0, &mut bytes).unwrap();
+    bytes.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)).collect()
+}
+
+/// Choices of a rank's token: one of them none, or both at one rank, for some.
+fn choices(rank: usize, token: usize, salt: usize) -> [i32; TOP_K] {
+    let first = (rank * 3 + token + salt) % EXPERTS;
+    match (token + salt) % 4 {
+        0 => [first as i32, -1],
+        1 => [first as i32, (first ^ 1) as i32],
+        _ => [first as i32, ((first + 3) % EXPERTS) as i32],
+    }
+}
+
+/// Combines of one dispatch, with payloads of several sizes and without, fused and in halves.
+fn bring(world: &World, rig: &Rig) {
+    let alloc = |words: usize| rig.ep.device().alloc(4 * words).unwrap();
+    let (experts, source) = (alloc(rig.capacity), alloc(2 * rig.capacity));
+    let (payload, out) = (alloc(rig.capacity * MOST), alloc((MAX_TOKENS + 1) * MOST));
+    let per_rank = EXPERTS / world.size();
+    world.barrier("buffers").unwrap();
+    for salt in 0..4 {
+        let routed: Vec<[i32; TOP_K]> = (0..MAX_TOKENS).map(|token| choices(rig.rank, token, salt)).collect();
+        rig.route(&routed, salt);
+        let output = rig.output(rig.capacity).row_expert(experts.view()).source(source.view());
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let (local, places) = (words_of(&experts), words_of(&source));
+        for (words, gathered, split) in
+            [(1, true, false), (1, false, true), (0, false, false), (3, true, true), (6, false, false)]
+        {
+            let made: Vec<u8> = (0..rig.capacity)
+                .flat_map(|row| (0..words).map(move |j| (row, j)))
+                .flat_map(|(row, j)| {
+                    let here = (local[row] as i32) >= 0;
+                    let expert = rig.rank * per_rank + local[row] as usize % EXPERTS;
+                    let (source, token) = (places[2 * row] as usize % 64, places[2 * row + 1] as usize % 64);
+                    if here { word(expert, source, token, j, gathered) } else { 0x1234_5678 }.to_ne_bytes()
+                })
+                .collect();
+            payload.write(0, &made).unwrap();
+            out.fill(0xEE).unwrap();
+            let view = payload.view();
+            let rows = rig.expert_rows().payload((words > 0).then_some(Payload { view, words, gathered }));
+            let combined = rig.combined().payload((words > 0).then(|| out.view()));
+            if split {
+                let sent = rig.ep.combine_send(&rig.stream, &handle, &rows).unwrap();
+                rig.ep.combine_recv(&rig.stream, sent, &combined).unwrap();
+            } else {
+                rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap();
+            }
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap_or_else(|error| panic!("{words} {gathered}: {error}"));
+            let of_choice = |token: usize, k: usize, j: usize| {
+                let expert = routed[token][k];
+                (expert >= 0).then(|| word(expert as usize, rig.rank, token, j, gathered))
+            };
+            let each = if gathered { TOP_K * words } else { words };
+            let mut wanted = vec![0xEEEE_EEEE; (MAX_TOKENS + 1) * MOST];
+            for token in 0..MAX_TOKENS {
+                for w in 0..each {
+                    wanted[token * each + w] = if gathered {
+                        of_choice(token, w / words, w % words).unwrap_or(0)
+                    } else {
+                        // Eighths: exact in any order.
+                        let terms = (0..TOP_K).filter_map(|k| of_choice(token, k, w));
+                        terms.map(f32::from_bits).fold(0.0f32, |sum, term| sum + term).to_bits()
+                    };
+                }
+            }
+            assert_eq!(words_of(&out), wanted, "rank {}, {words} words, gathered: {gathered}", rig.rank);
+        }
+    }
+}
+
+fn with_room(builder: AllToAllBuilder) -> AllToAllBuilder {
+    builder.tuning(|tuning| tuning.payload_words = MOST)
+}
+
+#[test]
+fn words_come_to_their_sources_with_their_bits() {
+    for ranks in [1, 2, 4] {
+        for ll_tokens in [0, MAX_TOKENS] {
+            for compact in [false, true] {
+                on_ranks(ranks, |world| {
+                    let rig = Rig::with(&world, |builder| {
+                        let builder = with_room(builder);
+                        builder.tuning(|t| (t.ll_tokens, t.compact_handles) = (Some(ll_tokens), Some(compact)))
+                    });
+                    bring(&world, &rig);
+                    world.barrier("all are done").unwrap();
+                });
+            }
+        }
+    }
+    on_ranks(2, |world| {
+        bring(&world, &Rig::with(&world, |builder| with_room(builder).tuning(|t| t.round_tokens = Some(1))))
+    });
+    for (sizes, chunk_rows) in [(&[1, 1][..], 1), (&[2, 2], 3), (&[1, 2, 1], 2)] {
+        nodes::on_nodes(sizes, |world, network| {
+            let proxy = nodes::proxy(network, &world, 1500);
+            let rig = Rig::with(&world, |builder| {
+                let builder = with_room(builder).proxy(&proxy).timeout(nodes::DEADLINE).sms(3);
+                builder.tuning(|t| t.chunk_rows = Some(chunk_rows))
+            });
+            bring(&world, &rig);
+            world.barrier("all are done").unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
+    let world = World::threads(1).unwrap().remove(0);
+    let device = test_device(&world);
+    let rig = Rig::new(&world);
+    rig.route_all(1);
+    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+    let payload = Payload { view: rig.rows.view(), words: 1, gathered: false };
+    let rows = rig.expert_rows().payload(payload);
+    let error = rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined()).unwrap_err().to_string();
+    assert!(error.contains("1 words of a token") && error.contains("Tuning::payload_words"), "{error}");
+    rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
+    rig.ep.check().unwrap();
+    for (partial, words) in [(Partial::Fp8, 1), (Partial::Fp32, 1), (Partial::Same, 4097)] {
+        let builder = builder(&world, &device).hidden(128).tuning(|t| (t.partial, t.payload_words) = (partial, words));
+        let error = builder.build().map(drop).unwrap_err().to_string();
+        assert!(error.contains(&format!("payload_words is {words}")), "{error}");
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_their_payload_find_it() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |builder| with_room(builder).timeout(Duration::from_millis(700)));
+        rig.route_all(1);
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+        let out = rig.ep.device().alloc(4 * MAX_TOKENS * MOST).unwrap();
+        let words = 1 + rig.rank;
+        let payload = Payload { view: rig.rows.view(), words, gathered: false };
+        let rows = rig.expert_rows().payload(payload);
+        rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined().payload(out.view())).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let text = rig.ep.check().unwrap_err().to_string();
+        assert!(text.contains("another format here than on rank"), "{text}");
+        world.barrier("both found it").unwrap();
+    });
+}
