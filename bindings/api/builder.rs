@@ -137,7 +137,8 @@ impl AllToAllBuilder {
     /// [`hidden`](Self::hidden), [`format`](Self::format), [`quantize`](Self::quantize),
     /// [`combine_dtype`](Self::combine_dtype), [`weights`](Self::weights) and
     /// [`max_tokens_per_rank`](Self::max_tokens_per_rank), and calls that do not state another have it. May be called
-    /// several times. In one node, calls of few tokens get partial rows of their own beside those of larger calls.
+    /// several times. In one node, calls of few tokens get partial rows of their own beside those of larger calls. Where
+    /// calls go in rounds, all of them take as many launches.
     ///
     /// ```
     /// # use tokenyard::{AllToAllBuilder, CallFormat, RowFormat};
@@ -222,7 +223,7 @@ impl AllToAllBuilder {
         self.check_in_place(&nodes)?;
         let placement = self.check_placement()?;
         let shape = self.shape(nodes, &placement);
-        shape.check_rows("combine_dtype")?;
+        shape.check_rows().and_then(|()| shape.check_sums("combine_dtype"))?;
         self.check_sms()?;
         let shape = Shape { room: self.check_others(&shape)?, ..shape };
         self.check_bitmap(&shape)?;
@@ -452,15 +453,19 @@ impl AllToAllBuilder {
     fn check_others(&self, shape: &Shape) -> Result<Room> {
         self.others.iter().try_fold(Room::default(), |room, format| {
             let other = shape.of_format(format);
-            other.check_rows("combine_dtype of room_for")?;
-            if self.tuning.in_place.is_some() {
-                let advice = "calls with in-place output are of the context's own format; leave one of them out";
-                return Err(Error::config("room_for", format!("{format:?}"), advice));
+            let refuse = |why: &str| Err(Error::config("room_for", format!("{format:?}"), why));
+            match other.check_rows().and_then(|()| other.check_sums("combine_dtype")) {
+                Err(Error::Config { name, value, advice }) => return refuse(&format!("{name} is {value}: {advice}")),
+                checked => checked?,
             }
-            within("max_tokens of room_for", format.max_tokens, 1, self.max_tokens, "tokens a rank")?;
+            if self.tuning.in_place.is_some() {
+                return refuse("calls with in-place output are of the context's own format; leave one of them out");
+            }
+            if !(1..=self.max_tokens).contains(&format.max_tokens) {
+                return refuse(&format!("max_tokens is {}: use 1 to {} tokens", format.max_tokens, self.max_tokens));
+            }
             if shape.nodes.members().len() > 1 && other.weights_with_combine() != shape.weights_with_combine() {
-                let advice = "between nodes all calls of a context have weights with combine, or none has";
-                return Err(Error::config("weights of room_for", format!("{:?}", format.weights), advice));
+                return refuse("between nodes all calls of a context have weights with combine, or none has");
             }
             Ok(other.add_to(room, self.tuning.ll_tokens.unwrap_or(LL_TOKENS)))
         })

@@ -15,7 +15,8 @@ use crate::kernels::View;
 pub enum TokenCount {
     /// Known on the host. With 0 tokens the views of tokens may be empty.
     Host(usize),
-    /// An int32 in device memory, read when the kernel runs. The views of tokens need room for `max_tokens_per_rank`.
+    /// An int32 in device memory, read when the kernel runs. The views of tokens need room for the most tokens of the
+    /// call: [`Tokens::max_tokens`], or `max_tokens_per_rank`.
     Device(View),
 }
 
@@ -60,9 +61,12 @@ pub struct Tokens {
     pub quantize: Option<bool>,
     /// Where weights come from. `None`: as the context was built.
     pub weights: Option<Weights>,
+    /// Type of the experts' outputs, which the handle's combines have unless [`Rows::dtype`] says otherwise. `None`: as
+    /// the context was built.
+    pub combine_dtype: Option<Dtype>,
     /// Most tokens of any rank in this call. `None`: the context's most.
     pub max_tokens: Option<usize>,
-    /// Scales, if the context's rows have scales and dispatch does not quantise.
+    /// Scales, if the call's rows have scales and dispatch does not quantise.
     pub scales: Option<ScaleView>,
     /// Experts of each token, `[tokens, top_k]`; -1 for none. Where experts have [replicas](super::Placement::replicas)
     /// they are logical experts. If a token names an expert twice, or an expert that does not exist, the dispatch sends
@@ -75,7 +79,7 @@ pub struct Tokens {
     pub index_type: IndexType,
     /// Where the indices lie. `None`: without gaps.
     pub topk_idx_strides: Option<Strides>,
-    /// Weights, fp32 `[tokens, top_k]`, if the context's weights come with dispatch.
+    /// Weights, fp32 `[tokens, top_k]`, if the call's weights come with dispatch.
     pub topk_weight: Option<View>,
     /// Where the weights lie. `None`: without gaps.
     pub topk_weight_strides: Option<Strides>,
@@ -235,7 +239,7 @@ pub struct Rows {
     pub rows: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
-    /// Type of the elements, the same on all ranks. `None`: the combine dtype that the context was built for.
+    /// Type of the elements, the same on all ranks. `None`: the combine dtype of the handle's dispatch.
     pub dtype: Option<Dtype>,
     /// Weights of this rank's own tokens, fp32 `[tokens, top_k]` with the context's top_k, if the context's weights
     /// come with combine.
@@ -295,6 +299,7 @@ impl Tokens {
             hidden: None,
             quantize: None,
             weights: None,
+            combine_dtype: None,
             max_tokens: None,
             scales: None,
             topk_idx,
@@ -342,10 +347,15 @@ impl Tokens {
         Tokens { max_tokens: max_tokens.into(), ..self }
     }
 
-    /// Sets what a call's format says of dispatch; [`Rows::dtype`] sets the combine dtype.
+    /// Sets [`combine_dtype`](#structfield.combine_dtype).
+    pub fn combine_dtype(self, combine_dtype: impl Into<Option<Dtype>>) -> Tokens {
+        Tokens { combine_dtype: combine_dtype.into(), ..self }
+    }
+
+    /// Makes the call, and the handle's combines, one of this format.
     pub fn of(self, format: &CallFormat) -> Tokens {
         let tokens = self.format(format.rows).hidden(format.hidden).quantize(format.quantize);
-        tokens.weights(format.weights).max_tokens(format.max_tokens)
+        tokens.weights(format.weights).combine_dtype(format.combine_dtype).max_tokens(format.max_tokens)
     }
 
     /// Sets [`scales`](#structfield.scales).
@@ -613,6 +623,7 @@ impl Tokens {
     pub(crate) fn call_format(&self, own: &CallFormat) -> CallFormat {
         CallFormat {
             weights: self.weights.unwrap_or(own.weights),
+            combine_dtype: self.combine_dtype.unwrap_or(own.combine_dtype),
             max_tokens: self.max_tokens.unwrap_or(own.max_tokens),
             ..own.with_rows(self.hidden, self.format, self.quantize)
         }

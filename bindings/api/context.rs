@@ -84,8 +84,6 @@ pub struct AllToAll {
     device: Device,
     sms: u32,
     block: u32,
-    /// Bytes of a row in the last dispatch with choices.
-    last_row_bytes: AtomicU64,
     counters: Counters,
     /// A call that was half enqueued.
     ended: OnceLock<Error>,
@@ -150,11 +148,10 @@ impl AllToAllBuilder {
         let chains = Arc::new(Chains::new(builder.tuning.ordered, world.membership()));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
-        let last_row_bytes = AtomicU64::new(shape.slot_bytes() as u64);
         let formats = Formats::new(shape, &plan, &context);
         #[rustfmt::skip]
         let made = AllToAll {
-            open, formats, placement, plan, world, device, sms, block, last_row_bytes, counters, ended, flags,
+            open, formats, placement, plan, world, device, sms, block, counters, ended, flags,
         };
         Ok(made)
     }
@@ -228,7 +225,7 @@ impl AllToAll {
         call.keep(tokens.views().chain(output.views()));
         let args = dispatch_args(&kind, lease.raw(), input, out, None);
         self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, false))?;
-        self.count_dispatch(&kind);
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, kind, tokens, input, None)?, output))
     }
 
@@ -276,7 +273,7 @@ impl AllToAll {
         call.keep(tokens.views());
         let args = dispatch_args(&kind, lease.raw(), input, raw::ty_output::default(), counts.as_ref());
         self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, false)?;
-        self.count_dispatch(&kind);
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, kind, tokens, input, counts)
     }
 
@@ -538,8 +535,7 @@ impl AllToAll {
     /// nodes; `None` as [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
         let statistics = self.open.memory.statistics.as_ref()?;
-        let bytes = self.last_row_bytes.load(Ordering::Relaxed);
-        Some((0..self.world.size()).map(|rank| statistics.rows_to(Rank(rank as u32)) * bytes).collect())
+        Some((0..self.world.size()).map(|rank| statistics.bytes_to(Rank(rank as u32))).collect())
     }
 
     /// Counts of the calls enqueued and the errors returned.
@@ -612,9 +608,10 @@ impl AllToAll {
     /// A combine of a handle.
     fn kind_combined(&self, handle: &Handle, rows: &Rows) -> Result<Arc<Kind>> {
         self.own("handle", handle.context)?;
-        let combine_dtype = rows.dtype.unwrap_or(self.own_kind().format.combine_dtype);
+        let combine_dtype = rows.dtype.unwrap_or(handle.kind.format.combine_dtype);
         let payload = rows.payload_words(handle.layout, self.own_kind().shape.top_k)?;
-        self.formats.of(&CallFormat { combine_dtype, payload, ..handle.kind.format }, &self.plan)
+        let kind = self.formats.of(&CallFormat { combine_dtype, payload, ..handle.kind.format }, &self.plan)?;
+        kind.combines.clone().map(|()| kind)
     }
 
     /// Addresses of this rank's arena and of its kernels' `ty_state`, for tests that write words which no call leaves.
@@ -685,11 +682,6 @@ impl AllToAll {
         let payload = rows.check_payload(needs, handle.rows)?;
         let (rows, pitch) = (rows.rows.ptr(), rows.pitch(needs.shape) as u64);
         Ok(SentRows { rows, pitch, topk_weight, payload, call: self.open.pool.number() })
-    }
-
-    fn count_dispatch(&self, kind: &Kind) {
-        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        self.last_row_bytes.store(kind.shape.slot_bytes() as u64, Ordering::Relaxed);
     }
 
     /// Rows of an output, which was checked.

@@ -23,6 +23,8 @@ pub(crate) struct Kind {
     pub format: CallFormat,
     pub shape: Shape,
     pub context: raw::ty_context,
+    /// Whether such calls can be combined; a dispatch by an earlier handle need not be.
+    pub combines: Result<()>,
 }
 
 /// The most formats, besides the context's own, of which a context keeps what their launches are given.
@@ -39,7 +41,8 @@ pub(crate) struct Formats {
 impl Formats {
     /// With the context's own, whose `context` has everything but what differs between formats.
     pub fn new(shape: Shape, plan: &Plan, context: &raw::ty_context) -> Formats {
-        let own = Kind { format: shape.call_format(), context: context_of(&shape, plan, context, 0), shape };
+        let (format, context) = (shape.call_format(), context_of(&shape, plan, context, 0));
+        let own = Kind { format, context, combines: Ok(()), shape };
         Formats { own: Arc::new(own), others: Mutex::default() }
     }
 
@@ -62,7 +65,8 @@ impl Formats {
         let shape = self.own.shape.of_format(format);
         check_fits(&self.own.shape, &shape, plan)?;
         let context = context_of(&shape, plan, &self.own.context, format.number() << 1);
-        let kind = Arc::new(Kind { format: *format, shape, context });
+        let combines = check_combines(&self.own.shape, &shape, plan);
+        let kind = Arc::new(Kind { format: *format, shape, context, combines });
         if others.len() == MOST_KEPT {
             others.remove(0);
         }
@@ -71,36 +75,24 @@ impl Formats {
     }
 }
 
+/// What to try where an arena is too small for calls of a format.
+const ROOM: &str = "build the context with room_for such calls";
+
 /// Refuses a call's format that a context does not take.
 fn check_fits(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
-    let room = "build the context with room_for such calls";
     let dispatches_alike = shape.call_format().dispatch() == own.call_format().dispatch();
     if own.in_place.is_some() && !dispatches_alike {
         let advice = "a context with in-place output takes calls of its own format alone; build one without in_place";
         return Err(Error::argument("format", format!("{} of {} columns", shape.format, shape.hidden), advice));
     }
-    if shape.max_tokens != own.max_tokens && (plan.rounds > 1 || !(1..=own.max_tokens).contains(&shape.max_tokens)) {
-        let advice = match plan.rounds {
-            1 => format!("use 1 to {}, the most of this context", own.max_tokens),
-            rounds => {
-                format!("calls of this context go in {rounds} rounds, so all of them have its {}", own.max_tokens)
-            }
-        };
+    if !(1..=own.max_tokens).contains(&shape.max_tokens) {
+        let advice = format!("use 1 to {}, the most of this context", own.max_tokens);
         return Err(Error::argument("max_tokens", shape.max_tokens, advice));
     }
-    shape.check_rows("dtype of rows").map_err(as_argument)?;
-    if let Some(words) = shape.payload.filter(|words| words.of_token > own.payload_words) {
-        let advice = format!("this context has room for {}; build it with Tuning::payload_words", own.payload_words);
-        return Err(Error::argument("payload", format!("{} words of a token", words.of_token), advice));
-    }
+    shape.check_rows().map_err(as_argument)?;
     if shape.slot_bytes() > plan.slot_bytes {
         let value = format!("{} of {} columns, {} bytes a row", shape.format, shape.hidden, shape.slot_bytes());
-        return Err(Error::argument("format", value, format!("rows of this arena have {}; {room}", plan.slot_bytes)));
-    }
-    if shape.partial_bytes() > plan.partial_bytes {
-        let value = format!("{} of {} columns, {} bytes", shape.combine_dtype, shape.hidden, shape.sum_bytes());
-        let advice = format!("partial rows of this arena have {}; {room}", plan.partial_bytes);
-        return Err(Error::argument("dtype of rows", value, advice));
+        return Err(Error::argument("format", value, format!("rows of this arena have {}; {ROOM}", plan.slot_bytes)));
     }
     let ahead = plan.regions.ahead_weights.source_stride > 0;
     if shape.nodes.members().len() > 1 && shape.weights_with_combine() != own.weights_with_combine() {
@@ -108,7 +100,22 @@ fn check_fits(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
         return Err(Error::argument("weights", format!("{:?}", shape.weights), advice));
     }
     let missing = (shape.weights_with_combine() && !ahead) || !plan.has_headers_of(shape.call_bytes());
-    if missing { Err(Error::argument("weights", format!("{:?}", shape.weights), room)) } else { Ok(()) }
+    if missing { Err(Error::argument("weights", format!("{:?}", shape.weights), ROOM)) } else { Ok(()) }
+}
+
+/// Refuses combines of a call's format that a context does not take.
+fn check_combines(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
+    shape.check_sums("dtype of rows").map_err(as_argument)?;
+    if let Some(words) = shape.payload.filter(|words| words.of_token > own.payload_words) {
+        let advice = format!("this context has room for {}; build it with Tuning::payload_words", own.payload_words);
+        return Err(Error::argument("payload", format!("{} words of a token", words.of_token), advice));
+    }
+    if shape.partial_bytes() <= plan.partial_bytes {
+        return Ok(());
+    }
+    let value = format!("{} of {} columns, {} bytes", shape.combine_dtype, shape.hidden, shape.sum_bytes());
+    let advice = format!("partial rows of this arena have {}; {ROOM}", plan.partial_bytes);
+    Err(Error::argument("dtype of rows", value, advice))
 }
 
 /// A refused setting of a context as a refused argument of a call.
@@ -129,7 +136,7 @@ fn context_of(shape: &Shape, plan: &Plan, context: &raw::ty_context, number: u32
     }
     raw::ty_context {
         max_tokens: shape.max_tokens as u32,
-        round_tokens: plan.round_tokens.min(shape.max_tokens) as u32,
+        round_tokens: if plan.rounds > 1 { plan.round_tokens } else { shape.max_tokens } as u32,
         hidden: shape.hidden as u32,
         weights: shape.weights_code(),
         row_bytes: shape.row_bytes as u32,

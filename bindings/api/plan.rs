@@ -76,7 +76,7 @@ impl PlanInput {
     /// Most tokens of calls that get LL rows of their own; 0: none does.
     fn few_tokens(&self, round_tokens: usize) -> usize {
         match round_tokens <= self.ll_tokens {
-            _ if self.nodes.members().len() > 1 => 0,
+            _ if self.nodes.members().len() > 1 || round_tokens < self.max_tokens => 0,
             true => {
                 if self.tagged {
                     round_tokens

@@ -265,7 +265,9 @@ fn pairing_problem(record: &raw::ty_error_record, combines: bool, rank: Rank, pe
     // The number with the peer's 31 low bits that is nearest to the own number.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
-    let is_far = own != 0 && record.b != 0 && !(-FAR..=FAR).contains(&ahead);
+    // Where choices were given here, no dispatch later than this one was.
+    let later = own == 0 && theirs > number + FAR as u64;
+    let is_far = later || (own != 0 && record.b != 0 && !(-FAR..=FAR).contains(&ahead));
     if is_far {
         return format_problem(if combines { "combine" } else { "dispatch" }, number, peer);
     }

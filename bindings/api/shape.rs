@@ -96,11 +96,11 @@ impl Shape {
         }
     }
 
-    /// Refuses rows that no context has. `combine_dtype`: what errors call that type.
+    /// Refuses dispatched rows that no context has.
     ///
     /// # Errors
     /// `Config`.
-    pub fn check_rows(&self, combine_dtype: &'static str) -> Result<()> {
+    pub fn check_rows(&self) -> Result<()> {
         if !(1..=MAX_HIDDEN).contains(&self.hidden) {
             return Err(Error::config("hidden", self.hidden, format!("use 1 to {MAX_HIDDEN} columns")));
         }
@@ -119,8 +119,16 @@ impl Shape {
             );
             return Err(Error::config("quantize", true, advice));
         }
+        Ok(())
+    }
+
+    /// Refuses experts' rows, or partial rows, that no context has. `combine_dtype`: what errors call their type.
+    ///
+    /// # Errors
+    /// `Config`.
+    pub fn check_sums(&self, combine_dtype: &'static str) -> Result<()> {
         self.float_code(combine_dtype, self.combine_dtype)?;
-        if self.partial == Partial::Fp8 && !blocks {
+        if self.partial == Partial::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
             let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows";
             return Err(Error::config("hidden", self.hidden, advice));
         }

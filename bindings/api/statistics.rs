@@ -103,8 +103,8 @@ impl Statistics {
         }
     }
 
-    /// Rows that the last dispatch sent to a rank of the node, or through a rail to the rail's node.
-    pub fn rows_to(&self, rank: Rank) -> u64 {
+    /// Bytes of rows that the last dispatch sent to a rank of the node, or through a rail to the rail's node.
+    pub fn bytes_to(&self, rank: Rank) -> u64 {
         if rank.index() >= self.ranks {
             return 0;
         }

@@ -202,9 +202,8 @@ TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 cal
     for (u32 i = team_thread(team); i < count * c.top_k; i += team_threads(team))
       store(ahead + i, load(row(i / c.top_k) + i % c.top_k));
     team_barrier(team);
-    // N10: the weights happen before this release; wait_flag(TY_SITE_AHEAD_WEIGHTS) acquires.
-    if (team_thread(team) == 0)
-      store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, call, source), flag_value(call, TY_STATUS_OK));
+    // N10: the weights happen before this release; wait_tag(TY_SITE_AHEAD_WEIGHTS) acquires.
+    if (team_thread(team) == 0) store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, call, source), call);
   }
 }
 
@@ -214,7 +213,7 @@ TY_DEVICE bool wait_weights(const Context auto &c, u64 call, u32 source) {
   bool failed = false;
   if (lane_index() == 0) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, call, source);
-    failed = !wait_flag(c, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
+    failed = !wait_tag(c, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
   }
   // Lane 0 acquired; the barrier orders the other lanes' loads after that.
   warp_barrier();

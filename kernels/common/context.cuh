@@ -290,7 +290,7 @@ TY_DEVICE void note_notified(const Context auto &c, u32 direction, u32 peer) {
 }
 
 TY_DEVICE void note_rows(const Context auto &c, u32 peer, u32 rows) {
-  if (c.stats) note(c, 2 * c.blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
+  if (c.stats) note(c, 2 * c.blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, static_cast<u64>(rows) * c.slot_bytes);
 }
 
 // How long a launch waits for each rank, added to what is there. `times`: null where nobody asks.

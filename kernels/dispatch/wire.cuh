@@ -292,10 +292,13 @@ TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Round &r
   return !team_any(team, failed);
 }
 
-// Closes the context if the head of source j's message shows that its call does not go with this one. By a thread.
-TY_DEVICE void compare_head(const DispatchArgs auto &a, u64 epoch, u32 j) {
+// Whether the head of source j's message shows that its call does not go with this one; closes the context then. What
+// came is passed on to nobody: the other ranks of the node have no other way to know. By a team, after wait_head.
+TY_DEVICE bool is_of_another(const DispatchArgs auto &a, const Team &team, u64 epoch, u32 j) {
   u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch), own = dispatch_status(a);
-  if (theirs != own) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
+  if (theirs == own) return false;
+  if (team_thread(team) == 0) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
+  return true;
 }
 
 // Publishes what accompanies the metadata of a tile of source j's rows for one rank of this node, after wait_head:
@@ -308,10 +311,7 @@ TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, con
   Meta meta = meta_of(c, destination, source, round.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
   if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + round.number, meta_word(round.call, rows.end));
-  if (leads && keeps) {
-    store(round_starts(c, a.handle.rail_rows, j) + round.number + 1, rows.end);
-    compare_head(a, round.epoch, j);
-  }
+  if (leads && keeps) store(round_starts(c, a.handle.rail_rows, j) + round.number + 1, rows.end);
   if (round.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {

@@ -183,7 +183,7 @@ typedef struct ty_regions {
   ty_region partial_tags;  // [part][token][slot] uint64 epoch, unless partial rows are LL rows
   ty_region combine_flags; // [parity][local rank] uint64 flag
   ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
-  ty_region ahead_flags;   // [parity][source] uint64 flag: they are there
+  ty_region ahead_flags;   // [parity][source] uint64 epoch: they are there
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
   ty_region combine_free;  // [local rank] uint64: the last combine likewise
@@ -358,8 +358,8 @@ typedef struct ty_context {
   uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation; 0: the same as now
   uint64_t source_owner; // const ty_source_owner *, [ranks]
   // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
-  // [direction: 2][TY_MAX_RANKS] when block 0 was notified by each peer, then [TY_MAX_RANKS] rows that dispatch sent to
-  // each.
+  // [direction: 2][TY_MAX_RANKS] when block 0 was notified by each peer, then [TY_MAX_RANKS] bytes of rows that
+  // dispatch sent to each.
   uint64_t stats;
   uint64_t blocks;    // of every launch of dispatch and combine
   uint64_t tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1]: see tile_rows()

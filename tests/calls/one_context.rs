@@ -78,7 +78,8 @@ impl Side {
     fn combine(&self, handle: &Handle, format: &CallFormat, salt: usize) {
         self.out.fill(0xEE).unwrap();
         let late = format.weights == Weights::Combine;
-        let rows = Rows::new(self.rows.view()).dtype(format.combine_dtype);
+        // The dispatch has stated the dtype.
+        let rows = Rows::new(self.rows.view());
         let rows = rows.topk_weight(late.then(|| self.weight.view()));
         let out = Combined::new(self.out.view()).dtype(format.rows.dtype());
         self.ep.combine(&self.stream, handle, &rows, &out).unwrap();
@@ -237,11 +238,11 @@ fn what_has_no_room_is_refused_and_other_calls_go_on() {
         world.barrier("all are done").unwrap();
     });
     on_ranks(1, |world| {
-        // All calls of a context with rounds have as many.
+        // Calls of few tokens go in as many rounds as the others.
         let side = Side::new(&world, |builder| builder.tuning(|t| t.round_tokens = Some(2)));
-        let few = side.tokens(&of(64, RowFormat::BF16, 2), 1);
-        let error = side.ep.dispatch(&side.stream, &few, &side.output()).unwrap_err().to_string();
-        assert!(error.contains("max_tokens is 2") && error.contains("go in 2 rounds"), "{error}");
+        let few = of(64, RowFormat::BF16, 1);
+        let handle = side.dispatch(&few, 1);
+        side.combine(&handle, &few, 1);
         let format = of(8, RowFormat::FP32, MAX_TOKENS);
         let handle = side.dispatch(&format, 2);
         side.combine(&handle, &format, 2);
@@ -251,16 +252,16 @@ fn what_has_no_room_is_refused_and_other_calls_go_on() {
         let error = ep.dispatch(&side.stream, &side.tokens(&of(8, RowFormat::BF16, 4), 1), &side.output());
         assert!(error.unwrap_err().to_string().contains("in-place output takes calls of its own format alone"));
         for (change, words) in [
-            (of(64, RowFormat::BF16, MAX_TOKENS + 1), "max_tokens of room_for is 5"),
-            (of(64, RowFormat::BF16, 0), "max_tokens of room_for is 0"),
+            (of(64, RowFormat::BF16, MAX_TOKENS + 1), "max_tokens is 5: use 1 to 4"),
+            (of(64, RowFormat::BF16, 0), "max_tokens is 0: use 1 to 4"),
             (of(0, RowFormat::BF16, 1), "hidden is 0"),
             (of(64, RowFormat::FP8, 1), "hidden is 64"),
             (of(64, RowFormat::BF16, 1).quantize(true), "quantize is true"),
-            (of(4, RowFormat::FP32, 1).combine_dtype(Dtype::Bf16), "combine_dtype of room_for is bf16"),
-            (of(64, RowFormat::BF16, 1).combine_dtype(Dtype::Fp8E4m3), "combine_dtype of room_for is fp8"),
+            (of(4, RowFormat::FP32, 1).combine_dtype(Dtype::Bf16), "combine_dtype is bf16: "),
+            (of(64, RowFormat::BF16, 1).combine_dtype(Dtype::Fp8E4m3), "combine_dtype is fp8: "),
         ] {
             let error = builder(&world, &device).room_for(change).build().map(drop).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains("room_for is CallFormat") && error.contains(words), "{error}");
         }
         let in_place = builder(&world, &device).tuning(|t| t.in_place = Some((CAPACITY, 1)));
         let error = in_place.room_for(of(8, RowFormat::BF16, 1)).build().map(drop).unwrap_err().to_string();
@@ -271,7 +272,7 @@ fn what_has_no_room_is_refused_and_other_calls_go_on() {
         let late = of(64, RowFormat::BF16, 2).weights(Weights::Combine);
         let built = builder(&world, &test_device(&world)).proxy(&proxy).room_for(late).build();
         let error = built.map(drop).unwrap_err().to_string();
-        assert!(error.contains("weights of room_for is Combine"), "{error}");
+        assert!(error.contains("weights: Combine") && error.contains("between nodes all calls"), "{error}");
         let side = Side::new(&world, |builder| builder.proxy(&proxy).timeout(nodes::DEADLINE));
         let error = side.ep.dispatch(&side.stream, &side.tokens(&late, 1), &side.output()).unwrap_err().to_string();
         assert!(error.contains("weights is Combine") && error.contains("between nodes all calls"), "{error}");
@@ -314,12 +315,64 @@ fn ranks_that_differ_in_a_calls_format_find_it() {
             let side = Side::new(&world, |builder| builder.timeout(short));
             differ(&world, &side, &own, &other, combines);
         });
-        for sizes in [&[1, 1][..], &[2, 1]] {
+        for sizes in [&[1, 1][..], &[2, 1], &[1, 3]] {
             nodes::on_nodes(sizes, |world, network| {
                 let proxy = nodes::proxy(network, &world, 1500);
-                let side = Side::new(&world, |builder| builder.proxy(&proxy).timeout(short));
+                let side = Side::new(&world, |builder| builder.proxy(&proxy).timeout(short).sms(3));
                 differ(&world, &side, &own, &other, combines);
             });
         }
     }
+}
+
+/// The same of dispatches by an earlier handle: a rank to which a rail passes rows on has no other word of them.
+#[test]
+fn ranks_that_differ_in_the_format_of_new_rows_find_it() {
+    let own = of(64, RowFormat::BF16, MAX_TOKENS);
+    let again = |world: &World, side: &Side| {
+        let handle = side.dispatch(&own, 1);
+        side.stream.synchronize(PATIENCE).unwrap();
+        side.ep.check().unwrap();
+        let rows = NewRows::new(side.x.view(), TokenCount::Host(MAX_TOKENS));
+        let rows = if side.rank == 0 { rows.format(RowFormat::FP16) } else { rows };
+        side.ep.dispatch_again(&side.stream, &handle, &rows, &Placed::new(side.rows.view())).unwrap();
+        side.stream.synchronize(PATIENCE).unwrap();
+        let error = side.ep.check().unwrap_err();
+        assert!(error.is_fatal(), "{error}");
+        world.barrier("all found it").unwrap();
+    };
+    let short = Duration::from_millis(700);
+    on_ranks(3, |world| again(&world, &Side::new(&world, |builder| builder.timeout(short))));
+    for sizes in [&[1, 1][..], &[2, 1], &[1, 3]] {
+        nodes::on_nodes(sizes, |world, network| {
+            let proxy = nodes::proxy(network, &world, 1500);
+            again(&world, &Side::new(&world, |builder| builder.proxy(&proxy).timeout(short).sms(3)));
+        });
+    }
+}
+
+/// What is made room for can be called as it is, whatever the context's own format.
+#[test]
+fn a_format_that_was_made_room_for_is_taken() {
+    let wide = of(WIDEST, RowFormat::BF16, MAX_TOKENS);
+    let narrow = of(4, RowFormat::FP32, MAX_TOKENS);
+    on_ranks(2, |world| {
+        let sums = |builder: AllToAllBuilder| builder.combine_dtype(Dtype::Fp32).room_for(wide).room_for(narrow);
+        let side = Side::new(&world, sums);
+        for (salt, format) in [wide, narrow].iter().enumerate() {
+            let handle = side.dispatch(format, salt);
+            side.combine(&handle, format, salt);
+        }
+        world.barrier("all are done").unwrap();
+    });
+    // New rows need no room for sums that nobody makes of them.
+    on_ranks(1, |world| {
+        let side = Side::new(&world, |builder| builder.format(RowFormat::FP32));
+        let own = of(64, RowFormat::FP32, MAX_TOKENS).combine_dtype(Dtype::Bf16);
+        let handle = side.ep.dispatch(&side.stream, &side.tokens(&own, 1), &side.output()).unwrap();
+        let rows = NewRows::new(side.x.view(), TokenCount::Host(MAX_TOKENS)).format(RowFormat::BF16).hidden(WIDEST);
+        side.ep.dispatch_again(&side.stream, &handle, &rows, &Placed::new(side.rows.view())).unwrap();
+        side.stream.synchronize(PATIENCE).unwrap();
+        side.ep.check().unwrap();
+    });
 }

@@ -849,9 +849,11 @@ fn fields_of(value: &impl std::fmt::Debug) -> BTreeSet<String> {
 }
 
 /// Fields of which every value is good.
-const FREE: [(Of, &str); 4] = [
+const FREE: [(Of, &str); 5] = [
     // Decides what views need, as other cases show.
     (Of::Tokens, "index_type"),
+    // Looked at by combine.
+    (Of::Tokens, "combine_dtype"),
     (Of::Output, "scale_order"),
     (Of::Output, "zero_padding"),
     (Of::Combined, "accumulate"),
