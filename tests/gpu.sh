@@ -162,6 +162,9 @@ section_checks() {
     counts::a_rank_that counts::unusable counts::an_output counts::counts_that --test-threads=1
   check again env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" again::rows_go_where again::handles_that \
     again::what_cannot --test-threads=1
+  check formats env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" one_context::calls_of one_context::any_number \
+    one_context::a_format --test-threads=1
+  check payload env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" payload:: --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
   check overlap "$dir/calls" overlap::graphs_of_another_library
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/transport" gpu_nic::contexts gpu_nic::arenas --test-threads=1

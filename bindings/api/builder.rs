@@ -137,8 +137,8 @@ impl AllToAllBuilder {
     /// [`hidden`](Self::hidden), [`format`](Self::format), [`quantize`](Self::quantize),
     /// [`combine_dtype`](Self::combine_dtype), [`weights`](Self::weights) and
     /// [`max_tokens_per_rank`](Self::max_tokens_per_rank), and calls that do not state another have it. May be called
-    /// several times. In one node, calls of few tokens get partial rows of their own beside those of larger calls. Where
-    /// calls go in rounds, all of them take as many launches.
+    /// several times. In one node, calls of few tokens get partial rows of their own beside those of larger calls.
+    /// Where calls go in rounds, all of them take as many launches.
     ///
     /// ```
     /// # use tokenyard::{AllToAllBuilder, CallFormat, RowFormat};

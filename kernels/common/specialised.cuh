@@ -210,7 +210,7 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool weighs_late(const 
   return does == Specialised::weighs_late;
 }
 
-// Whether partial rows are LL rows (numbers.cuh), which have no tags. Only in one node, in contexts of few tokens.
+// Whether partial rows are LL rows (numbers.cuh), which have no tags. Only in one node, in calls of few tokens.
 TY_DEVICE bool partials_are_ll(const ty_context &c) { return c.regions.partial_tags.source_stride == 0; }
 template <Specialised does, bool ll>
 TY_DEVICE constexpr bool partials_are_ll(const SpecialisedContext<true, does, ll> &) {

@@ -261,8 +261,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     for (; !heads && pair >= pairs; pair -= pairs) ++number;
     TY_ROLLED
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
-    if (inter_node && forwards && !wait_head(c, team, round, j)) return false;
-    if (inter_node && forwards && is_of_another(a, team, round.epoch, j)) return false;
+    if (inter_node && forwards && !wait_head(a, team, round, j)) return false;
     if (inter_node && forwards && goes_again(a)) {
       publish_sent(c, team, round, pair, served_source(c, j));
       team_barrier(team);

@@ -286,19 +286,19 @@ TY_DEVICE Choices wire_choices(const Context auto &c, u64 epoch, u32 j) {
           0};
 }
 
-// Waits until the head of source j's message is here. By a team. False once a deadline passed.
-TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Round &round, u32 j) {
-  bool failed = team_thread(team) == 0 && !wait_arrived(c, TY_DIRECTION_DISPATCH, round.epoch, j, 0);
-  return !team_any(team, failed);
+// Whether the head of source j's message shows that its call goes with this one; else closes the context. By a thread.
+TY_DEVICE bool goes_with(const DispatchArgs auto &a, u64 epoch, u32 j) {
+  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch), own = dispatch_status(a);
+  if (theirs != own) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
+  return theirs == own;
 }
 
-// Whether the head of source j's message shows that its call does not go with this one; closes the context then. What
-// came is passed on to nobody: the other ranks of the node have no other way to know. By a team, after wait_head.
-TY_DEVICE bool is_of_another(const DispatchArgs auto &a, const Team &team, u64 epoch, u32 j) {
-  u32 theirs = load(&wire_head(a.context, TY_DIRECTION_DISPATCH, epoch, j)->dispatch), own = dispatch_status(a);
-  if (theirs == own) return false;
-  if (team_thread(team) == 0) refuse_other(a, epoch, served_source(a.context, j), own, theirs);
-  return true;
+// Waits until the head of source j's message is here. By a team. False once a deadline passed, or if the message is of
+// another call: what came is then passed on to nobody, since the other ranks of the node have no other way to know.
+TY_DEVICE bool wait_head(const DispatchArgs auto &a, const Team &team, const Round &round, u32 j) {
+  bool failed = team_thread(team) == 0 &&
+                (!wait_arrived(a.context, TY_DIRECTION_DISPATCH, round.epoch, j, 0) || !goes_with(a, round.epoch, j));
+  return !team_any(team, failed);
 }
 
 // Publishes what accompanies the metadata of a tile of source j's rows for one rank of this node, after wait_head:
