@@ -218,6 +218,9 @@ section_modes() {
   figure "decode-token-$ranks" "${decode[@]}" --layout token
   figure "decode-weights-$ranks" "${decode[@]}" --weights combine
   figure "decode-quantize-$ranks" "${decode[@]}" --quantize
+  figure "decode-mixed-$ranks" "${decode[@]}" --mixed
+  figure "decode-payload-$ranks" "${decode[@]}" --payload 1
+  figure "decode-gathered-$ranks" "${decode[@]}" --payload 1 --gather
   figure "decode-partial-fp8-$ranks" --world "$ranks" --tokens 1,16,128 --partial fp8
   figure "prefill-partial-fp8-$ranks" --world "$ranks" --tokens 4096 --iters 100 --warmup 10 --partial fp8
   figure "decode-processes-$ranks" "${decode[@]}" --launch processes

@@ -414,10 +414,14 @@ impl Plan {
                  {slots} x {c} B a partial row, plus flags, tags and routing metadata; {rounds}"
             );
         }
+        let few = match self.few_tokens {
+            0 => String::new(),
+            few => format!(" + 2 parities x {few} tokens of small calls x {slots} x {c} B"),
+        };
         if nodes == 1 {
             return format!(
                 "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
-                 partial row), plus flags, tags and routing metadata; {rounds}"
+                 partial row){few}, plus flags, tags and routing metadata; {rounds}"
             );
         }
         let parts = 1 + input.nodes.most_served();
@@ -599,6 +603,7 @@ mod tests {
             let named = plan.buffers().iter().find(|buffer| buffer.name == "partial rows of few tokens");
             assert_eq!(named.map(|buffer| buffer.offset), plan.few_partials.map(|region| region.offset));
             let tagged = plan.regions.partial_tags.source_stride != 0;
+            assert_eq!(plan.explain().contains("tokens of small calls"), plan.few_partials.is_some());
             (named.map_or(0, |buffer| buffer.bytes), tagged, [1, 100, 101].map(|tokens| plan.are_few(tokens)))
         };
         let some = PlanInput { few_tokens: 100, ..v3(4096) };
