@@ -1,9 +1,10 @@
 //! Arguments of calls: views of device memory with their shapes, and the checks before anything is enqueued.
 
-use super::call_format::{CallFormat, PayloadWords, Weights};
+use super::call_format::{CallFormat, Weights};
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
 use super::needs::{Needs, rows_span, stride};
+use super::payload::Payload;
 use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
@@ -246,21 +247,6 @@ pub struct Rows {
     pub topk_weight: Option<View>,
     /// A side payload, on all ranks or on none.
     pub payload: Option<Payload>,
-}
-
-/// fp32 words beside each of the experts' rows, which combine brings to the tokens' sources: in training, the gradients
-/// of router weights. The context must have room for them ([`payload_words`](super::Tuning::payload_words)). Such calls
-/// have tagged partial rows.
-#[derive(Debug, Clone)]
-pub struct Payload {
-    /// fp32 `[rows, words]`, in the layout dispatched. Words of padding rows are not read.
-    pub view: View,
-    /// Words of each row; 1 or more.
-    pub words: usize,
-    /// Whether [`Combined::payload`] has the words of each choice's row, with their bits: 0 where the choice is none,
-    /// or led to no rank that returned it. Else it has sums, without weights, added in fp32 in the order in which the
-    /// rows are. Not in [`Layout::Token`], which has one row for several choices.
-    pub gathered: bool,
 }
 
 /// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap the views of the
@@ -842,26 +828,6 @@ impl Rows {
             self.topk_weight.as_ref(),
             room.checked_mul(4 * shape.top_k),
         )
-    }
-
-    /// Checks the payload, of as many rows.
-    pub(crate) fn check_payload(&self, needs: &mut Needs<'_>, rows: usize) -> Result<u64> {
-        let Some(payload) = &self.payload else { return Ok(0) };
-        needs.need("payload", &payload.view, payload.words.checked_mul(4).and_then(|bytes| bytes.checked_mul(rows)), 4)
-    }
-
-    /// The words of the payload, by the layout of the handle.
-    pub(crate) fn payload_words(&self, layout: Layout, top_k: usize) -> Result<Option<PayloadWords>> {
-        let Some(Payload { words, gathered, .. }) = self.payload else { return Ok(None) };
-        if words == 0 {
-            return Err(Error::argument("words of payload", 0, "give 1 or more, or leave the payload out"));
-        }
-        if gathered && matches!(layout, Layout::Token { .. }) {
-            let advice = "a row of the token layout is of several choices; give sums, of top_k words for instance";
-            return Err(Error::config("gathered", true, advice));
-        }
-        let of_token = if gathered { words.saturating_mul(top_k) } else { words };
-        Ok(Some(PayloadWords { of_row: words, of_token, gathered }))
     }
 }
 

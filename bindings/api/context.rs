@@ -10,6 +10,7 @@ use super::formats::{Formats, Kind};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
 use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};
+use super::payload::Payload;
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::Plan;
@@ -602,14 +603,18 @@ impl AllToAll {
     }
 
     fn kind_of(&self, tokens: &Tokens) -> Result<Arc<Kind>> {
-        self.formats.of(&tokens.call_format(&self.own_kind().format), &self.plan)
+        let kind = self.formats.of(&tokens.call_format(&self.own_kind().format), &self.plan)?;
+        // A dtype of sums that is stated is one that combine takes.
+        if tokens.combine_dtype.is_some() { kind.combines.clone().map(|()| kind) } else { Ok(kind) }
     }
 
     /// A combine of a handle.
     fn kind_combined(&self, handle: &Handle, rows: &Rows) -> Result<Arc<Kind>> {
         self.own("handle", handle.context)?;
         let combine_dtype = rows.dtype.unwrap_or(handle.kind.format.combine_dtype);
-        let payload = rows.payload_words(handle.layout, self.own_kind().shape.top_k)?;
+        let by_token = matches!(handle.layout, Layout::Token { .. });
+        let size = |payload: &Payload| payload.size(by_token, &self.own_kind().shape);
+        let payload = rows.payload.as_ref().map(size).transpose()?;
         let kind = self.formats.of(&CallFormat { combine_dtype, payload, ..handle.kind.format }, &self.plan)?;
         kind.combines.clone().map(|()| kind)
     }
@@ -679,7 +684,7 @@ impl AllToAll {
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
         let topk_weight = rows.check(needs, handle.rows, handle.room)?;
-        let payload = rows.check_payload(needs, handle.rows)?;
+        let payload = rows.payload.as_ref().map_or(Ok(0), |payload| payload.check(needs, handle.rows))?;
         let (rows, pitch) = (rows.rows.ptr(), rows.pitch(needs.shape) as u64);
         Ok(SentRows { rows, pitch, topk_weight, payload, call: self.open.pool.number() })
     }

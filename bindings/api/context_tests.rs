@@ -1,7 +1,7 @@
 //! Calls with some launches that the driver accepts and a next one that it refuses.
 
 use super::*;
-use crate::bindings::api::TokenCount;
+use crate::bindings::api::{RowFormat, TokenCount};
 use std::cell::Cell;
 
 const ROUNDS: usize = 3;
@@ -139,4 +139,25 @@ fn a_call_that_is_half_recorded_leaves_the_context_open() {
     drop(rank.stream.end_capture().unwrap());
     assert!(!error.is_fatal(), "{error}");
     rank.good_calls();
+}
+
+/// LL rows, of which a word has arrived once it is not 0, lie where no tagged row is ever left.
+#[test]
+fn ll_rows_of_small_calls_lie_apart_from_tagged_rows() {
+    let world = World::threads(1).unwrap().remove(0);
+    let builder = AllToAll::builder(&world).hidden(64).experts(2).top_k(2).max_tokens_per_rank(9);
+    let few = CallFormat::new(64, RowFormat::BF16, 4);
+    let ep = builder.room_for(few).tuning(|tuning| (tuning.ll_tokens, tuning.payload_words) = (Some(5), 3));
+    let ep = ep.build().unwrap();
+    let regions = |format: &CallFormat| ep.formats.of(format, &ep.plan).unwrap().context.regions;
+    let (own, small) = (ep.own_kind().context.regions, regions(&few));
+    assert_eq!(ep.plan.few_partials.map(|region| region.offset), Some(small.partials.offset));
+    assert!(small.partials.offset != own.partials.offset && small.partial_tags.source_stride == 0);
+    assert!(own.partials.offset == ep.plan.regions.partials.offset && own.partial_tags.source_stride > 0);
+    let with = Payload { view: ep.device().alloc(64).unwrap().view(), words: 3, gathered: false };
+    let payload = Some(with.size(false, &ep.own_kind().shape).unwrap());
+    let paid = regions(&CallFormat { payload, ..few });
+    assert!(paid.partials.offset == own.partials.offset && paid.partial_tags.source_stride > 0);
+    // More tokens than the room was made for have tagged rows.
+    assert_eq!(regions(&CallFormat { max_tokens: 5, ..few }).partials.offset, own.partials.offset);
 }

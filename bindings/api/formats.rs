@@ -65,7 +65,7 @@ impl Formats {
         let shape = self.own.shape.of_format(format);
         check_fits(&self.own.shape, &shape, plan)?;
         let context = context_of(&shape, plan, &self.own.context, format.number() << 1);
-        let combines = check_combines(&self.own.shape, &shape, plan);
+        let combines = check_combines(&shape, plan);
         let kind = Arc::new(Kind { format: *format, shape, context, combines });
         if others.len() == MOST_KEPT {
             others.remove(0);
@@ -104,16 +104,13 @@ fn check_fits(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
 }
 
 /// Refuses combines of a call's format that a context does not take.
-fn check_combines(own: &Shape, shape: &Shape, plan: &Plan) -> Result<()> {
+fn check_combines(shape: &Shape, plan: &Plan) -> Result<()> {
     shape.check_sums("dtype of rows").map_err(as_argument)?;
-    if let Some(words) = shape.payload.filter(|words| words.of_token > own.payload_words) {
-        let advice = format!("this context has room for {}; build it with Tuning::payload_words", own.payload_words);
-        return Err(Error::argument("payload", format!("{} words of a token", words.of_token), advice));
-    }
     if shape.partial_bytes() <= plan.partial_bytes {
         return Ok(());
     }
-    let value = format!("{} of {} columns, {} bytes", shape.combine_dtype, shape.hidden, shape.sum_bytes());
+    let with = if shape.payload.is_some() { " with its payload" } else { "" };
+    let value = format!("{} of {} columns, {} bytes{with}", shape.combine_dtype, shape.hidden, shape.partial_bytes());
     let advice = format!("partial rows of this arena have {}; {ROOM}", plan.partial_bytes);
     Err(Error::argument("dtype of rows", value, advice))
 }

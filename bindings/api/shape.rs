@@ -284,7 +284,7 @@ impl Shape {
             scale_words: self.scale_words,
             other_slot_bytes: self.room.slot_bytes,
             partial_bytes: self.partial_bytes().max(self.room.partial_bytes) + payload_bytes(self.payload_words),
-            tagged: self.payload_words > 0,
+            payload_bytes: payload_bytes(self.payload_words),
             max_local_experts: self.max_local_experts,
             weights_with_dispatch: self.weights_with_dispatch() || self.room.weights_with_dispatch,
             weights_with_combine: self.weights_with_combine() || self.room.weights_with_combine,

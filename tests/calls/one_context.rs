@@ -105,6 +105,8 @@ fn formats(late: bool) -> Vec<CallFormat> {
         of(64, RowFormat::BF16, MAX_TOKENS),
         of(WIDEST, RowFormat::FP32, MAX_TOKENS),
         of(8, RowFormat::BF16, MAX_TOKENS),
+        // Between nodes chunks of the largest rows have room for two and a half of these.
+        of(48, RowFormat::FP32, MAX_TOKENS),
         of(WIDEST, RowFormat::BF16, 1),
         of(32, RowFormat::FP32, 2).weights(Weights::None),
     ];

@@ -147,6 +147,25 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
     rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
     rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();
+    // Words beyond any number are refused as others are.
+    let room = Rig::with(&world, |builder| with_room(builder).combine_dtype(Dtype::Bf16));
+    room.route_all(1);
+    let handle = room.ep.dispatch(&room.stream, &room.tokens(MAX_TOKENS), &room.output(room.capacity)).unwrap();
+    for words in [MOST + 1, 1 << 32, 1 << 62, 1 << 63, usize::MAX] {
+        for gathered in [false, true] {
+            let rows = room.expert_rows().payload(Payload { view: room.rows.view(), words, gathered });
+            let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err();
+            assert!(matches!(error, Error::Argument { name: "payload", .. }), "{error}");
+        }
+    }
+    let rows =
+        room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: 6, gathered: false });
+    let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err().to_string();
+    assert!(error.contains("288 bytes with its payload") && error.contains("this arena have 160"), "{error}");
+    // A dtype that no combine takes is refused where it is stated.
+    let tokens = room.tokens(MAX_TOKENS).combine_dtype(Dtype::Fp8E4m3);
+    let error = room.ep.dispatch(&room.stream, &tokens, &room.output(room.capacity)).map(drop).unwrap_err();
+    assert!(error.to_string().contains("dtype of rows is fp8"), "{error}");
     for (partial, words) in [(Partial::Fp8, 1), (Partial::Fp32, 1), (Partial::Same, 4097)] {
         let builder = builder(&world, &device).hidden(128).tuning(|t| (t.partial, t.payload_words) = (partial, words));
         let error = builder.build().map(drop).unwrap_err().to_string();

@@ -567,7 +567,7 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     }
     if case.combine_dtype != Dtype::Fp32 {
         let given = Given { rows: good.rows.clone().dtype(Dtype::Fp32), ..good.clone() };
-        let value = format!("fp32 of {HIDDEN} columns, {} bytes", 4 * HIDDEN);
+        let value = format!("fp32 of {HIDDEN} columns, {} bytes with its payload", 4 * HIDDEN + 16);
         let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes() + 16);
         add(Of::Rows, "dtype", given, "dtype of rows", value, advice);
     }

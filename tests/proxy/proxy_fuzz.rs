@@ -400,7 +400,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         receives: usize::MAX,
         double_buffer_bytes: 0,
         few_tokens: 0,
-        tagged: false,
+        payload_bytes: 0,
         ll_tokens: 0,
         in_place_rows: 0,
         round_tokens: None,
