@@ -178,10 +178,8 @@ TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const So
 
 // Stores a token's payload, of listed rows, in the order of sum_token. By a warp.
 TY_DEVICE void sum_payload(const CombineArgs auto &a, const Terms &terms, const SourceRows &list, u32 token) {
-  u32 all = payload_of_token(a);
-  u32 *out = pointer<u32>(a.payload_out) + static_cast<u64>(token) * all;
-  for (u32 w = lane_index(); w < all; w += warp_size)
-    store(out + w, add_payloads(a, w, list.count, list.own, list.after, [&](u32 n) { return load(&terms.row[n]); }));
+  u32 *out = pointer<u32>(a.payload_out) + static_cast<u64>(token) * payload_of_token(a);
+  add_payloads(a, out, list.count, list.own, list.after, [&](u32 n) { return load(&terms.row[n]); });
 }
 
 // Sums all own tokens, after begin_sums. By `warps` warps of a block.

@@ -118,11 +118,9 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
     add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
     store_partials<Partial>(c, out, g, columns.end, sums, false);
   }
-  if (carries_payload(a) && piece.first == 0) {
-    u32 *to = payload_in(a, reinterpret_cast<u64>(out));
-    for (u32 w = lane_index(); w < payload_of_token(a); w += warp_size)
-      store(to + w, add_payloads(a, w, count, 0, count, [&](u32 n) { return load(&terms.row[n]); }));
-  }
+  if (carries_payload(a) && piece.first == 0)
+    add_payloads(a, payload_in(a, reinterpret_cast<u64>(out)), count, 0, count,
+                 [&](u32 n) { return load(&terms.row[n]); });
   if (is_row_whole(shared.sums, counted, piece)) count_sum(c, round, j, rows, row);
   return true;
 }

@@ -7,7 +7,7 @@ use rig::{EXPERTS, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, nodes, on_ranks, t
 use std::time::Duration;
 use tokenyard::*;
 
-const MOST: usize = 6;
+const MOST: usize = 20;
 
 /// Bits beside a row: of a number, or any, -0 and NaNs among them.
 fn word(expert: usize, source: usize, token: usize, j: usize, gathered: bool) -> u32 {
@@ -50,9 +50,15 @@ fn bring(world: &World, rig: &Rig) {
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         let (local, places) = (words_of(&experts), words_of(&source));
-        for (words, gathered, split) in
-            [(1, true, false), (1, false, true), (0, false, false), (3, true, true), (6, false, false)]
-        {
+        for (words, gathered, split) in [
+            (1, true, false),
+            (1, false, true),
+            (0, false, false),
+            (3, true, true),
+            (6, false, false),
+            (10, true, false),
+            (20, false, true),
+        ] {
             let made: Vec<u8> = (0..rig.capacity)
                 .flat_map(|row| (0..words).map(move |j| (row, j)))
                 .flat_map(|(row, j)| {
@@ -159,9 +165,9 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
         }
     }
     let rows =
-        room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: 6, gathered: false });
+        room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: 20, gathered: false });
     let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err().to_string();
-    assert!(error.contains("288 bytes with its payload") && error.contains("this arena have 160"), "{error}");
+    assert!(error.contains("336 bytes with its payload") && error.contains("this arena have 208"), "{error}");
     // A dtype that no combine takes is refused where it is stated.
     let tokens = room.tokens(MAX_TOKENS).combine_dtype(Dtype::Fp8E4m3);
     let error = room.ep.dispatch(&room.stream, &tokens, &room.output(room.capacity)).map(drop).unwrap_err();
