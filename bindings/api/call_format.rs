@@ -93,7 +93,7 @@ impl CallFormat {
     }
 
     /// A number by which ranks recognise that their formats differ: 31 bits, not 0, of the FNV-1a hash of the fields
-    /// (Fowler, Noll, Vo; RFC 9923). Two formats have the same number once in 2^31.
+    /// (Fowler, Noll, Vo; draft-eastlake-fnv). Two formats have the same number once in 2^31.
     pub(super) fn number(&self) -> u32 {
         let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload } = *self;
         let payload = payload.map_or(0, |words| 2 * words.of_row as u64 + u64::from(words.gathered));
