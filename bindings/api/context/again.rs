@@ -26,7 +26,7 @@ impl AllToAll {
     /// stay away. If ranks give handles of different dispatches, the context is closed by an [`Order`](Error::Order),
     /// or by a `Timeout` that may come first. A handle that has not been received, or whose dispatch ended in
     /// `Capacity`, ends in an `Order` that is not fatal; with the latter this rank sends its rows and places none.
-    /// `Config` in a context with [`in_place`](super::Tuning::in_place).
+    /// `Config` in a context with [`in_place`](crate::Tuning::in_place).
     pub fn dispatch_again(&self, stream: &Stream, handle: &Handle, tokens: &NewRows, output: &Placed) -> Result<()> {
         let kind = self.kind_again(handle, tokens)?;
         let mut needs = self.needs(&kind);
