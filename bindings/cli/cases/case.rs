@@ -417,14 +417,14 @@ impl Case {
     pub fn refused_by_design(&self) -> Option<&'static str> {
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
             Some("scales")
+        } else if self.payload > 0 && self.partial != PartialWord::Same {
+            Some("payload_words")
         } else if self.quantize && self.scales == ScaleKind::None {
             Some("quantize")
         } else if self.partial == PartialWord::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
             Some("hidden")
         } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             Some("layout")
-        } else if self.payload > 0 && self.partial != PartialWord::Same {
-            Some("payload_words")
         } else if self.gathered && self.layout == LayoutWord::Token {
             Some("gathered")
         } else {
