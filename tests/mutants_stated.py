@@ -48,8 +48,6 @@ GROUPS = [
          "shape.slot_bytes() > plan.slot_bytes", "shape.slot_bytes() > 4 * plan.slot_bytes"),
         ("partial rows too large for the arena", "bindings/api/formats.rs",
          "shape.partial_bytes() <= plan.partial_bytes", "shape.partial_bytes() <= 4 * plan.partial_bytes"),
-        ("calls of few tokens in rounds of their own", "bindings/api/formats.rs",
-         "if plan.rounds > 1 { plan.round_tokens } else { shape.max_tokens }", "shape.max_tokens"),
         ("combines of the context's dtype", "bindings/api/context.rs",
          "rows.dtype.unwrap_or(handle.kind.format.combine_dtype)", "rows.dtype.unwrap_or(self.own_kind().format.combine_dtype)"),
         ("new rows that need room for sums", "bindings/api/formats.rs",
@@ -92,6 +90,8 @@ GROUPS = [
          "let chunk_shift = if most.chunk_shift == 0 { 0 } else { chunk_rows };", "let chunk_shift = most.chunk_shift;"),
     ]),
     ("unit", "context::tests", [
+        ("calls of few tokens in rounds of their own", "bindings/api/formats.rs",
+         "if plan.rounds > 1 { plan.round_tokens } else { shape.max_tokens }", "shape.max_tokens"),
         ("LL rows of small calls among tagged rows", "bindings/api/formats.rs",
          "        regions.partials = partials;\n", "        let _ = partials;\n"),
         ("LL rows with a payload", "bindings/api/formats.rs", " && shape.payload.is_none();", ";"),

@@ -161,3 +161,19 @@ fn ll_rows_of_small_calls_lie_apart_from_tagged_rows() {
     // More tokens than the room was made for have tagged rows.
     assert_eq!(regions(&CallFormat { max_tokens: 5, ..few }).partials.offset, own.partials.offset);
 }
+
+/// Calls of few tokens go in the rounds of the others, which are as long.
+#[test]
+fn rounds_are_as_long_in_calls_of_few_tokens() {
+    let world = World::threads(1).unwrap().remove(0);
+    let lengths = |round_tokens| {
+        let builder = AllToAll::builder(&world).hidden(64).experts(2).top_k(2).max_tokens_per_rank(4);
+        let ep = builder.tuning(|tuning| tuning.round_tokens = round_tokens).build().unwrap();
+        [1, 3, 4].map(|tokens| {
+            let kind = ep.formats.of(&CallFormat::new(64, RowFormat::BF16, tokens), &ep.plan).unwrap();
+            (kind.context.rounds, kind.context.round_tokens, kind.context.max_tokens)
+        })
+    };
+    assert_eq!(lengths(Some(2)), [(2, 2, 1), (2, 2, 3), (2, 2, 4)]);
+    assert_eq!(lengths(None), [(1, 1, 1), (1, 3, 3), (1, 4, 4)]);
+}
