@@ -150,11 +150,7 @@ impl AllToAllBuilder {
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
         let formats = Formats::new(shape, &plan, &context);
-        #[rustfmt::skip]
-        let made = AllToAll {
-            open, formats, placement, plan, world, device, sms, block, counters, ended, flags,
-        };
-        Ok(made)
+        Ok(AllToAll { open, formats, placement, plan, world, device, sms, block, counters, ended, flags })
     }
 }
 

@@ -236,6 +236,7 @@ fn upload(device: &Device, words: &[u64]) -> Result<DeviceBuffer> {
     Ok(buffer)
 }
 
+/// What launches of all formats are given; what differs between formats is zero ([`Formats`](super::formats::Formats)).
 pub fn device_context(
     builder: &AllToAllBuilder,
     shape: &Shape,
@@ -264,21 +265,11 @@ pub fn device_context(
         experts: shape.experts as u32,
         local_experts: shape.local_experts as u32,
         top_k: shape.top_k as u32,
-        max_tokens: shape.max_tokens as u32,
         rounds: plan.rounds as u32,
-        round_tokens: plan.round_tokens as u32,
-        hidden: shape.hidden as u32,
-        weights: shape.weights_code(),
-        row_bytes: shape.row_bytes as u32,
-        scale_words: shape.scale_words as u32,
-        scale_shift: shape.scale_shift(),
-        slot_bytes: shape.slot_bytes() as u32,
-        partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
         tile_words: tables.tiling.words,
         max_tiles: tables.tiling.most,
-        quantize: shape.quantize_code(),
         even_experts: tables.even_experts,
         even_inverse: reciprocal(u64::from(tables.even_experts)),
         even_nodes: if shape.nodes.members().len() > 1 { reciprocal(node_ranks as u64) } else { 0 },
@@ -292,7 +283,6 @@ pub fn device_context(
         replica_bits: tables.replica_bits,
         guarded: 0, // set by each call
         bitmap_planes: shape.bitmap_planes() as u32,
-        format: 0,
         most_tokens: shape.max_tokens as u32,
         // Some waits add to it, which must not overflow.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
@@ -307,9 +297,9 @@ pub fn device_context(
         tile_rows: tables.tiles.view().ptr() + 8 * tables.tiling.tags() as u64,
         tile_tags: tables.tiles.view().ptr(),
         refused: reports.refused_address(),
-        regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),
         peer_base,
+        ..raw::ty_context::default()
     }
 }
 
