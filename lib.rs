@@ -271,8 +271,8 @@ pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, St
 
 // ---- contexts and their configuration
 pub use bindings::api::{
-    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, CallFormat, InPlaceOutput, Partial, Placement, Plan, RowFormat,
-    Scales, Tuning, Weights,
+    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, CallFormat, InPlaceOutput, MissingRanks, Partial, Placement, Plan,
+    RowFormat, Scales, Tuning, Weights,
 };
 
 // ---- calls: their arguments, and calls under way
@@ -283,7 +283,7 @@ pub use bindings::api::{
 
 // ---- errors and statistics of a context, and how to end a wait
 pub use base::{Error, Interrupt, Result, Source};
-pub use bindings::api::{CallStatistics, Stage, Stats};
+pub use bindings::api::{CallStatistics, SilentRank, Stage, Stats};
 
 // ---- networks between nodes
 pub use proxy::driver::{Clock, ThreadConfig};

@@ -25,7 +25,7 @@ pub use device::view::View;
 pub(crate) use device::view::{Owner, Place, Span};
 pub use device::{
     Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES,
-    SeededConfig, SeededReport, Stream, seeded_world,
+    SeededConfig, SeededReport, Stopped, Stream, seeded_world,
 };
 pub(crate) use device::{Queue, budget};
 

@@ -3,6 +3,7 @@
 use super::call_format::{CallFormat, Room, Weights};
 use super::format::{Partial, RowFormat};
 use super::handle::Size;
+use super::missing::MissingRanks;
 use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
 use super::shape::{FEW_BLOCKS, LL_TOKENS, Shape};
@@ -32,6 +33,7 @@ pub struct AllToAllBuilder {
     pub(crate) placement: Option<Placement>,
     pub(crate) weights: Weights,
     pub(crate) others: Vec<CallFormat>,
+    pub(crate) missing: MissingRanks,
     pub(crate) sms: Option<u32>,
     pub(crate) timeout: Duration,
     pub(crate) proxy: Option<Proxy>,
@@ -53,6 +55,7 @@ impl AllToAllBuilder {
             placement: None,
             weights: Weights::Dispatch,
             others: Vec::new(),
+            missing: MissingRanks::Fatal,
             sms: None,
             timeout: Duration::from_secs(30),
             proxy: None,
@@ -155,6 +158,21 @@ impl AllToAllBuilder {
         self
     }
 
+    /// What calls do about ranks that are missing; the same on all ranks. Default: a silent rank closes the context.
+    /// The other choices cost time and memory: partial rows have tags, and each token a slot for every rank. They are
+    /// for worlds of one node of at most 32 ranks, without in-place output, rounds, side payloads and partial rows of
+    /// another type, for combines that do not accumulate, and not for
+    /// [`dispatch_again`](super::AllToAll::dispatch_again).
+    ///
+    /// A masked rank gets nothing, is waited for by nobody, and adds nothing: tokens lose its experts' terms, and the
+    /// dispatched rows of its tokens are left out. Each rank has a mask of its own
+    /// ([`rank_mask`](super::AllToAll::rank_mask)), and ranks may differ in when they mask another one. A rank stays
+    /// masked; it comes back with a new [generation](crate::World::regroup), whose contexts have new masks.
+    pub fn missing_ranks(mut self, missing: MissingRanks) -> Self {
+        self.missing = missing;
+        self
+    }
+
     /// Thread blocks per kernel. Default on a GPU: every SM that the network's own kernels do not need. For large
     /// `max_tokens_per_rank`: the smallest count that a byte model predicts to be within 1 % of the fastest, if that
     /// leaves a quarter of the SMs ([`Plan::explain`](super::Plan::explain) states the choice; docs/notebook.md, "As
@@ -221,6 +239,7 @@ impl AllToAllBuilder {
         self.check_rows_in_all()?;
         self.check_first_epoch()?;
         self.check_in_place(&nodes)?;
+        self.check_missing(&nodes)?;
         let placement = self.check_placement()?;
         let shape = self.shape(nodes, &placement);
         shape.check_rows().and_then(|()| shape.check_sums("combine_dtype"))?;
@@ -353,6 +372,7 @@ impl AllToAllBuilder {
             chunk_rows: self.tuning.chunk_rows,
             receives: self.proxy.as_ref().map_or(usize::MAX, Proxy::receives_of_a_context),
             double_buffer_bytes: self.tuning.double_buffer_bytes,
+            missing: self.missing,
             ll_tokens: self.tuning.ll_tokens,
             round_tokens: self.tuning.round_tokens,
             in_place: self.tuning.in_place,
@@ -396,6 +416,27 @@ impl AllToAllBuilder {
             return Ok(());
         };
         Err(Error::config("in_place", format!("{rows} rows"), why))
+    }
+
+    fn check_missing(&self, nodes: &Nodes) -> Result<()> {
+        let why = if self.missing == MissingRanks::Fatal {
+            return Ok(());
+        } else if nodes.members().len() > 1 {
+            "calls go on without missing ranks in worlds of one node; leave it out with several nodes"
+        } else if nodes.largest() > MOST_MASKED {
+            "calls go on without missing ranks in nodes of at most 32 ranks; leave it out"
+        } else if self.tuning.in_place.is_some() {
+            "with in-place output rows leave after the counts of all ranks; leave one of them out"
+        } else if self.tuning.round_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+            "calls that go on without missing ranks go in one round; leave round_tokens out"
+        } else if self.tuning.payload_words > 0 {
+            "calls that go on without missing ranks have no side payload; leave payload_words out"
+        } else if self.tuning.partial != Partial::Same {
+            "calls that go on without missing ranks have partial rows of the combine dtype; leave Tuning::partial out"
+        } else {
+            return Ok(());
+        };
+        Err(Error::config("missing_ranks", format!("{:?}", self.missing), why))
     }
 
     fn check_nodes(&self) -> Result<Nodes> {
@@ -486,6 +527,9 @@ impl AllToAllBuilder {
         self.device.as_ref().map_or(DeviceKind::Cpu, Device::kind)
     }
 }
+
+/// Most ranks of a node of which some may be missing: a warp has a lane for each.
+const MOST_MASKED: usize = 32;
 
 /// Most words of a token's side payload.
 const MAX_PAYLOAD_WORDS: usize = 4096;

@@ -8,6 +8,7 @@ use super::counts::{CountWords, Counts};
 use super::device_memory::{Local, Shared, device_context};
 use super::formats::{Formats, Kind};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
+use super::missing::{Absences, MissingRanks, SilentRank};
 use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};
 use super::payload::Payload;
@@ -38,6 +39,9 @@ const BARRIERS: usize = 2;
 const LOOKS: u32 = 16;
 /// Of so many polls for counts one looks for errors, too.
 const ERROR_POLLS: u32 = 16;
+
+/// Most deadlines that a wait takes where ranks may be missing (`most_timeouts` in kernels/common/absence.cuh).
+const MOST_TIMEOUTS: u32 = 8;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -120,13 +124,18 @@ impl AllToAllBuilder {
         // Everything that can fail on one rank alone comes before the next exchange, which notifies the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan, agreed.numbers);
         world.agree("memory of a context", local.as_ref().err())?;
-        let Local { device, arena, tables, reports, statistics, pool, proxied, budget } = local?;
+        let Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
         let sms = sms_of(builder.sms, &shape, &device, builder.proxy.as_ref());
-        let shared =
-            Shared { tables: &tables, reports: &reports, statistics: statistics.as_ref(), proxied: proxied.as_ref() };
+        let shared = Shared {
+            tables: &tables,
+            reports: &reports,
+            statistics: statistics.as_ref(),
+            absences: absences.as_ref(),
+            proxied: proxied.as_ref(),
+        };
         let context = device_context(&builder, &shape, &plan, &peers, &shared, sms);
         let flags = proxied.as_ref().map(|proxied| proxied.words.place);
         let opening = match (proxied, &plan.wire) {
@@ -144,22 +153,17 @@ impl AllToAllBuilder {
         log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         let keep = || Arc::new(InUse::new(&device, peers.clone())) as Owner;
         let arena = shape.in_place.is_some().then(keep);
-        let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
-        let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
+        let timeouts = if shape.missing == MissingRanks::Fatal { 1 } else { MOST_TIMEOUTS };
+        let longest = Duration::from_nanos(context.timeout_ns).saturating_mul(timeouts);
+        let patience = longest.saturating_add(Duration::from_secs(5));
+        let memory =
+            Arc::new(Memory { _tables: tables, reports, statistics, absences, arena, _peers: peers, _budget: budget });
         let chains = Arc::new(Chains::new(builder.tuning.ordered, world.membership()));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
         let formats = Formats::new(shape, &plan, &context);
         Ok(AllToAll { open, formats, placement, plan, world, device, sms, block, counters, ended, flags })
     }
-}
-
-/// Where the sums of a combine go; `needs` has the memory that the call reads.
-fn check_sums(out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums> {
-    let mut needs = needs.written();
-    let sums = out.check(&mut needs, handle.room)?;
-    needs.check_apart()?;
-    Ok(sums)
 }
 
 /// What all launches of a dispatch are given.
@@ -360,7 +364,7 @@ impl AllToAll {
         let kind = self.kind_combined(handle, rows)?;
         let mut needs = self.needs(&kind);
         let sent = self.sent_rows(rows, handle, &mut needs)?;
-        let sums = check_sums(out, handle, needs)?;
+        let sums = self.check_sums(out, handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain(out.views()));
@@ -411,7 +415,7 @@ impl AllToAll {
         if let Some(rows) = &sent.views {
             self.sent_rows(rows, &sent.handle, &mut needs)?;
         }
-        let sums = check_sums(out, &sent.handle, needs)?;
+        let sums = self.check_sums(out, &sent.handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain(out.views()));
@@ -430,7 +434,7 @@ impl AllToAll {
         self.check()?;
         let call = self.begin_call(stream, BARRIERS)?;
         let args = raw::ty_barrier_args { context: call.context(&self.own_kind().context) };
-        self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
+        self.launch(stream, pick::barrier(&args), 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
     /// Returns an error that the device, the proxy or a peer has reported since the last `check`. Never waits: the
@@ -483,6 +487,50 @@ impl AllToAll {
         let gone = |rank| (self.world.original(rank), "whose connection for bootstrap has ended".to_owned());
         lost.extend(self.world.lost_peers().into_iter().map(gone));
         lost
+    }
+
+    /// The ranks that calls of this rank go on without: int32 `[ranks]` in device memory, in the order of
+    /// [`World::members`](crate::World::members). An entry that is not 0 masks its rank, from the next call that reads
+    /// it on, also in replays of graphs; the own rank's entry has no effect. Any work on the device may read and write
+    /// the tensor, and a deadline sets the entry of a rank that it masks. Once a call has seen a rank masked, the rank
+    /// stays masked, also if its entry is set to 0.
+    ///
+    /// # Errors
+    /// `Argument` for a context without [`missing_ranks`](AllToAllBuilder::missing_ranks).
+    pub fn rank_mask(&self) -> Result<View> {
+        self.absences("rank_mask").map(Absences::mask)
+    }
+
+    /// Masks a rank, by its number in the first generation, as a store into [`rank_mask`](Self::rank_mask) does; also
+    /// while a call waits for it. No other rank takes part.
+    ///
+    /// # Errors
+    /// `Argument` for this rank, for one that is not in the world, and as [`rank_mask`](Self::rank_mask); `Device`
+    /// where the copy fails.
+    pub fn mask_rank(&self, rank: Rank) -> Result<()> {
+        let absences = self.absences("mask_rank")?;
+        let own = self.world.original(self.world.rank());
+        match self.world.members().iter().position(|member| *member == rank) {
+            Some(place) if rank != own => absences.set(place),
+            Some(_) => {
+                Err(Error::argument("rank", rank, "it is this rank, which takes part in its own calls; mask others"))
+            }
+            None => {
+                Err(Error::argument("rank", rank, "it is not in this world; AllToAll::mask has the ranks that are"))
+            }
+        }
+    }
+
+    /// Ranks that a deadline has masked here ([`MissingRanks::MaskedAtDeadline`]), in the order of the world. Never
+    /// waits: entries of a call are there once the stream has passed the call.
+    pub fn silent_ranks(&self) -> Vec<SilentRank> {
+        let silent = self.open.memory.absences.iter().flat_map(Absences::silent);
+        silent.map(|(rank, call, epoch)| SilentRank { rank: self.world.original(rank), call, epoch }).collect()
+    }
+
+    fn absences(&self, name: &'static str) -> Result<&Absences> {
+        let advice = "the context has no mask of ranks; build it with AllToAllBuilder::missing_ranks";
+        self.open.memory.absences.as_ref().ok_or_else(|| Error::argument(name, "without missing_ranks", advice))
     }
 
     /// By rank of the first generation: whether the rank takes part. Tokens for experts of other ranks are dropped.
@@ -635,6 +683,19 @@ impl AllToAll {
         let out = output.check(&mut needs)?;
         needs.check_apart()?;
         Ok(out)
+    }
+
+    /// Where the sums of a combine go; `needs` has the memory that the call reads.
+    fn check_sums(&self, out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums> {
+        let mut needs = needs.written();
+        let sums = out.check(&mut needs, handle.room)?;
+        needs.check_apart()?;
+        if sums.accumulate != 0 && self.open.memory.absences.is_some() {
+            let advice =
+                "a token is summed again if a rank falls silent, when its old value is gone; add the sum later";
+            return Err(Error::argument("accumulate", true, advice));
+        }
+        Ok(sums)
     }
 
     /// Refuses halves of a call with in-place output, whose rows leave after all counts have arrived.

@@ -6,6 +6,7 @@
 
 use super::builder::AllToAllBuilder;
 use super::handle::Pool;
+use super::missing::Absences;
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
@@ -49,6 +50,7 @@ pub struct Local {
     pub tables: Tables,
     pub reports: Reports,
     pub statistics: Option<Statistics>,
+    pub absences: Option<Absences>,
     pub pool: Arc<Pool>,
     /// With several nodes.
     pub proxied: Option<Proxied>,
@@ -83,6 +85,7 @@ pub struct Shared<'a> {
     pub tables: &'a Tables,
     pub reports: &'a Reports,
     pub statistics: Option<&'a Statistics>,
+    pub absences: Option<&'a Absences>,
     pub proxied: Option<&'a Proxied>,
 }
 
@@ -155,8 +158,9 @@ impl Local {
         let reports = Reports::allocate(&device, shape.ranks)?;
         let statistics =
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
+        let absences = Absences::allocate(&device, shape.ranks, shape.missing)?;
         let pool = Pool::new(&device, shape, plan.rounds, &builder.tuning)?;
-        Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
+        Ok(Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget })
     }
 }
 
@@ -245,7 +249,7 @@ pub fn device_context(
     shared: &Shared<'_>,
     blocks: u32,
 ) -> raw::ty_context {
-    let Shared { tables, reports, statistics, proxied } = *shared;
+    let Shared { tables, reports, statistics, absences, proxied } = *shared;
     let node = shape.nodes.node_of(shape.name).unwrap_or(0);
     let local = shape.nodes.local_of(shape.name).unwrap_or(0);
     let node_ranks = shape.nodes.members().get(node).map_or(0, Vec::len);
@@ -254,7 +258,7 @@ pub fn device_context(
     for (peer, base) in peer_base.iter_mut().enumerate().take(node_ranks) {
         *base = peers.base_of(Rank((node_first + peer) as u32));
     }
-    raw::ty_context {
+    let context = raw::ty_context {
         rank: shape.rank as u32,
         ranks: shape.ranks as u32,
         local: local as u32,
@@ -300,7 +304,8 @@ pub fn device_context(
         wire: device_wire(plan, shape.name, tables, proxied),
         peer_base,
         ..raw::ty_context::default()
-    }
+    };
+    absences.map_or(context, |absences| absences.give(context))
 }
 
 /// The wire between nodes, as kernels take it.

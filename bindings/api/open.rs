@@ -6,6 +6,7 @@
 
 use super::device_memory::Tables;
 use super::handle::{Lease, Pool};
+use super::missing::Absences;
 use super::report::Reports;
 use super::statistics::Statistics;
 use crate::base::{Rank, Result};
@@ -35,6 +36,7 @@ pub(crate) struct Memory {
     pub _tables: Tables,
     pub reports: Reports,
     pub statistics: Option<Statistics>,
+    pub absences: Option<Absences>,
     /// Of an in-place output: keeps the arena for views, which may outlive the context.
     pub arena: Option<Owner>,
     pub _peers: Arc<PeerMap>,

@@ -19,6 +19,11 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
+    if args.context.absences != 0 {
+        let counts = args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND;
+        let kernel = if counts { "ty_dispatch_absence_counts" } else { "ty_dispatch_absence" };
+        return (kernel, raw::TY_DISPATCH_SHARED_BYTES);
+    }
     let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     if again {
         let usual = args.context.quantize == raw::TY_QUANTIZE_NONE && args.phases == BOTH_PHASES;
@@ -74,6 +79,13 @@ fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
+    if args.context.absences != 0 {
+        return match dtype {
+            Dtype::Fp16 => "ty_combine_absence_fp16",
+            Dtype::Fp32 => "ty_combine_absence_fp32",
+            _ => "ty_combine_absence_bf16",
+        };
+    }
     let plain = args.out_dtype == raw::TY_BF16 && args.accumulate == 0 && args.wait_times == 0;
     let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
     let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
@@ -116,6 +128,11 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
         (_, Partial::Fp8) => ("ty_combine_bf16_fp8", "ty_combine_bf16_fp8_nodes"),
     };
     of_world(&args.context, kernel)
+}
+
+/// A barrier's kernel.
+pub(super) fn barrier(args: &raw::ty_barrier_args) -> &'static str {
+    if args.context.absences != 0 { "ty_barrier_absence" } else { "ty_barrier" }
 }
 
 /// Whether a launch meets the assumptions of specialised kernels in both directions: `is_usual`, and both phases.

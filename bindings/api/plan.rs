@@ -64,6 +64,8 @@ pub struct PlanInput {
     /// Bytes of the side payload among those of a partial row. Where there are some, some calls have tagged partial
     /// rows, since LL rows have no payload.
     pub payload_bytes: usize,
+    /// Whether a token has a slot for the partial row of every rank of the node, instead of at most top_k.
+    pub slot_of_rank: bool,
     /// With one node: rows of an in-place output, into which peers store rows directly; 0 for none.
     pub in_place_rows: usize,
 }
@@ -72,6 +74,12 @@ impl PlanInput {
     /// Most bytes of a dispatched row with its scales.
     fn slot_bytes(&self) -> usize {
         (self.row_bytes + 4 * self.scale_words).next_multiple_of(16).max(self.other_slot_bytes)
+    }
+
+    /// Partial rows that a token can get in a node.
+    fn slots(&self) -> usize {
+        let ranks = self.nodes.largest();
+        if self.slot_of_rank { ranks } else { self.top_k.min(ranks) }
     }
 
     /// Most tokens of calls that get LL rows of their own; 0: none does.
@@ -213,7 +221,7 @@ impl Plan {
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
         let rounds = input.max_tokens.div_ceil(round_tokens);
         let regions = Self::regions(input, round_tokens, copies, &mut cursor).ok_or_else(overflow)?;
-        let (slots, few_tokens) = (input.top_k.min(input.nodes.largest()), input.few_tokens(round_tokens));
+        let (slots, few_tokens) = (input.slots(), input.few_tokens(round_tokens));
         let few_bytes = few_tokens
             .checked_mul(slots)
             .and_then(|places| places.checked_mul(input.partial_bytes - input.payload_bytes));
@@ -307,7 +315,7 @@ impl Plan {
         let choices = tokens.checked_mul(input.top_k as u64)?;
         let round = round_tokens as u64;
         let rounds = tokens.div_ceil(round);
-        let places = round.checked_mul((input.top_k as u64).min(node_ranks))?;
+        let places = round.checked_mul(input.slots() as u64)?;
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
         let source_token_bytes = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
@@ -343,6 +351,7 @@ impl Plan {
             barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
             dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
             combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
+            signs: c.region("signs of life", 1, node_ranks, if input.slot_of_rank { 8 } else { 0 })?,
             in_place_rows: c.region("output rows", 1, 1, in_place_rows.checked_mul(input.row_bytes as u64)?)?,
             in_place_scales: c.region(
                 "output scales",
@@ -409,7 +418,10 @@ impl Plan {
             rounds => format!("{rounds} rounds of {tokens} tokens"),
         };
         let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
-        let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
+        let slots = match input.slot_of_rank {
+            true => format!("ranks of a node {largest}"),
+            false => format!("min(top-k {}, ranks of a node {largest})", input.top_k),
+        };
         if input.in_place_rows > 0 {
             let (rows, row) = (input.in_place_rows, input.row_bytes + 4 * input.scale_words);
             return format!(

@@ -23,6 +23,7 @@ fn v3(tokens: usize) -> PlanInput {
         ll_tokens: 256,
         few_tokens: 0,
         payload_bytes: 0,
+        slot_of_rank: false,
         in_place_rows: 0,
     }
 }
@@ -166,7 +167,7 @@ fn an_arena_beyond_64_bits_is_refused() {
 type Part<'a> = (&'a str, raw::ty_region, u64, u64, u64);
 
 /// The regions of a plan in their order. `parts` are those that depend on the shape, by their names.
-fn named(r: &raw::ty_regions, parts: [(u64, u64, u64); 20]) -> Vec<Part<'static>> {
+fn named(r: &raw::ty_regions, parts: [(u64, u64, u64); 21]) -> Vec<Part<'static>> {
     let names = [
         ("dispatch rows", r.rows),
         ("dispatch row tags", r.row_tags),
@@ -184,6 +185,7 @@ fn named(r: &raw::ty_regions, parts: [(u64, u64, u64); 20]) -> Vec<Part<'static>
         ("barrier flags", r.barrier_flags),
         ("free flags of dispatch", r.dispatch_free),
         ("free flags of combine", r.combine_free),
+        ("signs of life", r.signs),
         ("output rows", r.in_place_rows),
         ("output scales", r.in_place_scales),
         ("routing metadata counts of all ranks", r.all_counts),
@@ -235,13 +237,14 @@ fn a_node_has_rows_of_a_round_and_metadata_of_a_call_from_each_rank_twice() {
         (2, 8, 8),
         (1, 8, 0),
         (1, 8, 0),
+        (1, 8, 0),
         (1, 1, 0),
         (1, 1, 0),
         (2, 0, 8 * (29 + 1) * 8),
         (1, 0, 300 * 8 * 8),
     ];
     assert_parts(&plan, &named(&plan.regions, parts));
-    assert_eq!(plan.buffers().len(), 20);
+    assert_eq!(plan.buffers().len(), 21);
     assert_eq!((plan.slot_bytes, plan.slots, plan.round_tokens, plan.rounds), (7392, 8, 100, 3));
     assert_eq!(
         plan.explain(),
@@ -279,6 +282,7 @@ fn an_in_place_output_takes_the_place_of_received_rows() {
         (2, 8, 8),
         (1, 8, 0),
         (1, 8, 0),
+        (1, 8, 0),
         (1, 1, 500 * 7168),
         (1, 1, 500 * 4 * 56),
         // Counts that each rank of the node has of each.
@@ -291,6 +295,19 @@ fn an_in_place_output_takes_the_place_of_received_rows() {
         "one node, in-place output and no receive buffer: 500 rows x 7392 B + 2 parities x 300 tokens x min(top-k 2, \
          ranks of a node 8) x 14336 B a partial row, plus flags, tags and routing metadata; one round"
     );
+}
+
+#[test]
+fn where_ranks_may_be_missing_a_token_has_a_slot_for_each_of_the_node() {
+    let input = PlanInput { slot_of_rank: true, top_k: 3, ll_tokens: 0, ..v3(100) };
+    let plan = Plan::new(&input).unwrap();
+    let bytes = |name: &str| plan.buffers().iter().find(|buffer| buffer.name == name).unwrap().bytes;
+    assert_eq!(plan.slots, 8);
+    assert_eq!(
+        ["partial rows", "partial row tags", "signs of life"].map(bytes),
+        [2 * 100 * 8 * 14_336, 2 * (100 * 8 * 8_u64).next_multiple_of(128), 8 * 128]
+    );
+    assert!(plan.explain().contains(" + ranks of a node 8 x 14336 B a partial row"), "{}", plan.explain());
 }
 
 /// 3 + 2 ranks, 100 tokens of 4 choices, rows of 512 bytes both ways without scales; weights come with combine.
@@ -330,6 +347,7 @@ fn nodes_have_partial_rows_for_served_ranks_and_free_flags_where_rows_are_kept_o
             (2, 3, 8),
             (1, 3, free),
             (1, 3, free),
+            (1, 3, 0),
             (1, 1, 0),
             (1, 1, 0),
             (2, 0, 3 * (4 + 1) * 8),
@@ -348,12 +366,12 @@ fn nodes_have_partial_rows_for_served_ranks_and_free_flags_where_rows_are_kept_o
     // 2 and 1, barrier and weights as dispatch. Messages are rounded up to 128 bytes.
     let [dispatch, combine, barrier, weights] =
         [3232 + 7 * 8192, 32 + 7 * 12_288, 32, 32 + 100 * 16].map(|bytes: u64| bytes.next_multiple_of(128));
-    let wire: Vec<(&str, u64)> = plan.buffers()[20..].iter().map(|b| (b.name.as_str(), b.bytes)).collect();
+    let wire: Vec<(&str, u64)> = plan.buffers()[21..].iter().map(|b| (b.name.as_str(), b.bytes)).collect();
     let staging = 2 * (dispatch + 2 * combine + barrier + weights);
     let arrived = 2 * (2 * dispatch + combine + 2 * barrier + 2 * weights);
     assert_eq!(wire, [("wire staging", staging), ("wire receive buffer", arrived)]);
-    let end = plan.buffers()[20].offset;
-    assert_eq!((plan.buffers()[21].offset, plan.arena_bytes()), (end + staging, end + staging + arrived));
+    let end = plan.buffers()[21].offset;
+    assert_eq!((plan.buffers()[22].offset, plan.arena_bytes()), (end + staging, end + staging + arrived));
     // Twice: no free flags.
     let twice = Plan::new(&PlanInput { double_buffer_bytes: 4 << 20, ..uneven() }).unwrap();
     assert_parts(&twice, &named(&twice.regions, parts(2, 0)));

@@ -2,6 +2,7 @@
 
 use super::call_format::{CallFormat, PayloadWords, Room, Weights};
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
+use super::missing::MissingRanks;
 use super::placement::Placement;
 use super::plan::{CallBytes, PlanInput};
 use super::tuning::ArenaPlace;
@@ -41,6 +42,7 @@ pub(crate) struct Shape {
     /// Receives of a NIC that are meant for this context.
     pub receives: usize,
     pub double_buffer_bytes: u64,
+    pub missing: MissingRanks,
     pub ll_tokens: Option<usize>,
     pub round_tokens: Option<usize>,
     /// Rows and alignment of the in-place output.
@@ -162,6 +164,10 @@ impl Shape {
     /// have few blocks.
     pub fn choose_ll_tokens(&mut self, few_blocks: bool) {
         self.ll_tokens.get_or_insert(if few_blocks { 0 } else { LL_TOKENS });
+        // A row that is not waited for to its end would stay.
+        if self.missing != MissingRanks::Fatal {
+            self.ll_tokens = Some(0);
+        }
     }
 
     /// Planes of a tile's bitmap of tokens (`ty_context.bitmap_planes`): as many as the times that a token names an
@@ -294,6 +300,7 @@ impl Shape {
             double_buffer_bytes: self.double_buffer_bytes,
             ll_tokens: self.ll_tokens.unwrap_or(0),
             few_tokens: self.room.few_tokens,
+            slot_of_rank: self.missing != MissingRanks::Fatal,
             in_place_rows: self.in_place.map_or(0, |(rows, _)| rows),
         }
     }
@@ -309,7 +316,7 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} missing_ranks={:?} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
              max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial={:?} weights={:?} payload_words={} room={} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
@@ -320,6 +327,7 @@ impl Shape {
             self.chunk_rows.unwrap_or(0),
             self.double_buffer_bytes,
             self.ll_tokens.map_or("default".into(), |tokens| tokens.to_string()),
+            self.missing,
             self.in_place.map_or("none".into(), |(rows, align)| format!("{rows}:{align}")),
             self.arena,
             self.hidden,

@@ -194,12 +194,33 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
     SourceRows list{};
     if (!bad) {
       u64 ranks = mask_for_warp(c, own_masks(a.handle), token);
-      if (!gather_token<inter_node>(a, terms, round, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
-        return false;
+      Parts parts{ranks, ranks & ~missing_ranks(c, shared) & ~absent_ranks(c, shared)};
+      if (!gather_token<inter_node>(a, terms, round, token, n, parts, list)) return false;
     }
     if (carries_payload(a) && piece.first == 0) sum_payload(a, terms, list, token);
     return sum_token<Partial, inter_node>(a, terms, list, token, columns_of<Partial>(c, piece));
   });
+}
+
+// Where ranks may be absent: sums the tokens of ranks whose partial rows did not all come again, without those ranks,
+// once all other blocks have ended. By a whole block; `ended`: as is_last_block's.
+template <typename Partial>
+TY_DEVICE void sum_without_dropped(const CombineArgs auto &a, const Round &round, u64 ended) {
+  const auto &c = a.context;
+  if (!is_last_block(c, TY_DIRECTION_COMBINE, ended)) return;
+  CombineShared &shared = block_shared<CombineShared>();
+  u64 dropped = warp_ballot(lane_index() < c.node_ranks &&
+                            is_dropped(c, TY_DIRECTION_COMBINE, round.epoch, world_rank(c, lane_index())));
+  if (dropped == 0 || load(&head_of(a)->own_bad)) return;
+  Terms &terms = shared.terms[warp_index()];
+  u64 out = missing_ranks(c, shared) | absent_ranks(c, shared) | dropped;
+  for (u32 token = warp_index(); token < own_tokens_of(a); token += block_warps()) {
+    u64 ranks = mask_for_warp(c, own_masks(a.handle), token);
+    SourceRows list{};
+    if ((ranks & dropped) == 0) continue;
+    if (!gather_token<false>(a, terms, round, token, token, Parts{ranks, ranks & ~out}, list)) return;
+    sum_token<Partial, false>(a, terms, list, token, columns_of<Partial>(c, Piece{0, row_parts}));
+  }
 }
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
@@ -327,6 +348,7 @@ template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combin
     work_combine<Row, Partial, inter_node>(a, round, freed, ahead, finds_closed(c, progress));
   }
   u64 ended = end_launch(c, TY_DIRECTION_COMBINE, a.phases, a.handle.call);
+  if (tolerates_absence(c) && (a.phases & TY_PHASE_RECEIVE)) sum_without_dropped<Partial>(a, round, ended);
   if (inter_node && ended != 0 && (a.phases & TY_PHASE_RECEIVE))
     publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, ended);
 }
@@ -366,6 +388,11 @@ TY_KERNEL(ty_combine_specialised_token_nodes, SpecialisedTokens<Way::nodes>) { c
 TY_KERNEL(ty_combine_specialised_late, LateChoices<Way::ll>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_specialised_late_tagged, LateChoices<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_specialised_late_nodes, LateChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
+
+// Calls that go on without missing ranks.
+TY_KERNEL(ty_combine_absence_bf16, AbsenceCombineArgs) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_absence_fp16, AbsenceCombineArgs) { combine<Fp16, Fp16, false>(a); }
+TY_KERNEL(ty_combine_absence_fp32, AbsenceCombineArgs) { combine<Fp32, Fp32, false>(a); }
 
 // Calls with a side payload.
 TY_KERNEL(ty_combine_payload_bf16, PayloadArgs) { combine<Bf16, Bf16, false>(a); }

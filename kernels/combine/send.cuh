@@ -54,6 +54,7 @@ struct RowOrder {
 struct CombineShared {
   LaunchShared launch;
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
+  u32 absent;                                    // ranks that take no part in the call: see absent_ranks
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
@@ -134,6 +135,17 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
   }
 }
 
+// Waits for a rank's flag, unless the rank takes no part in the call: that is decided here at the latest. By a thread.
+// False also once the context is closed.
+TY_DEVICE bool flag_comes(const Context auto &c, const u64 *flag, u64 epoch, u32 rank) {
+  bool here = !is_masked(c, rank) && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
+  if (!here && is_closed(c)) return false;
+  Part part = decide_part(c, TY_DIRECTION_COMBINE, epoch, rank, here ? Part::present : Part::absent);
+  if (part == Part::absent || here) return part == Part::present;
+  // Another block has seen it.
+  return wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, c.rank, "combine flag");
+}
+
 // Waits for the flag of every rank of the node. By a team. False once a deadline passed, or if a rank combines another
 // dispatch. `closed`: as finds_closed.
 TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, const Team &team, u64 epoch, bool closed) {
@@ -143,10 +155,17 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
   u32 own = dispatch_number(a);
   for (u32 first = team_warp(team) * warp_size; first < c.node_ranks; first += team_threads(team)) {
     u32 rank = first + lane_index();
-    bool incomplete = false;
-    if (rank < c.node_ranks) {
-      const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
-      failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
+    bool incomplete = false, comes = true;
+    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
+    if (tolerates_absence(c)) {
+      comes = rank >= c.node_ranks || flag_comes(c, flag, epoch, world_rank(c, rank));
+      failed |= !comes && is_closed(c);
+      u32 absent = warp_ballot(!comes);
+      if (lane_index() == 0) store(&shared.absent, absent);
+    }
+    if (rank < c.node_ranks && comes) {
+      if (!tolerates_absence(c))
+        failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
       note_notified(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
       waits.add(world_rank(c, rank));
       u32 status = static_cast<u32>(load_relaxed_sys(flag));
@@ -169,6 +188,11 @@ TY_DEVICE u64 missing_ranks(const Context auto &c, const CombineShared &shared) 
   return missing;
 }
 
+// The ranks of this node that take no part in the call, likewise.
+TY_DEVICE u64 absent_ranks(const Context auto &c, const CombineShared &shared) {
+  return tolerates_absence(c) ? load(&shared.absent) : 0;
+}
+
 // The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. By a warp.
 TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, const RankMasks &masks, u32 count) {
   u64 missing = missing_ranks(c, shared);
@@ -189,7 +213,8 @@ TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) 
   u32 status = combine_status(a);
   // N3: acquired by wait_flags.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
+    if (!is_masked(c, world_rank(c, rank)))
+      store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
 }
 
 // Sends a source's weights to all ranks of the node: block b serves ranks b, b + workers, ... `row(i)` is where the
@@ -199,11 +224,13 @@ TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 cal
   const auto &c = a.context;
   for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
     float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, call, source);
-    for (u32 i = team_thread(team); i < count * c.top_k; i += team_threads(team))
+    bool gone = is_masked(c, world_rank(c, rank));
+    for (u32 i = team_thread(team); !gone && i < count * c.top_k; i += team_threads(team))
       store(ahead + i, load(row(i / c.top_k) + i % c.top_k));
     team_barrier(team);
     // N10: the weights happen before this release; wait_tag(TY_SITE_AHEAD_WEIGHTS) acquires.
-    if (team_thread(team) == 0) store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, call, source), call);
+    if (team_thread(team) == 0 && !gone)
+      store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, call, source), call);
   }
 }
 
@@ -637,7 +664,8 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
-  if (!wait_weights(c, call, source)) return false;
+  if (masked_for_warp(c, source)) return true;
+  if (!wait_weights(c, call, source)) return tolerates_absence(c) && !closed_for_warp(c);
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
   // A part of a row is loaded at once; a whole row takes several passes, each of which would wait for memory. With many
@@ -758,12 +786,17 @@ TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 ep
     u32 rank = first + lane_index();
     if (!((parts.present >> rank) & 1)) continue;
     const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part);
-    u64 place = static_cast<u64>(token) * c.slots + popcount64(bits_below(parts.ranks, rank));
+    u64 place = static_cast<u64>(token) * c.slots + slot_of_rank(c, parts.ranks, rank);
     store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
           reinterpret_cast<u64>(rows + place * c.partial_bytes));
     if (ll_rows<inter_node>(c)) continue;
     const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
-    failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+    bool here = !is_masked(c, world_rank(c, rank)) &&
+                wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+    // The token is summed again without the rank, when all else is done.
+    bool dropped = tolerates_absence(c) && !here && !is_closed(c);
+    if (dropped) drop_rank(c, TY_DIRECTION_COMBINE, epoch, world_rank(c, rank));
+    failed |= !here && !dropped;
   }
   return failed;
 }

@@ -13,10 +13,13 @@ TY_DEVICE bool meet(const Context auto &c, u64 meeting) {
   bool failed = false;
   // N14: acquired by wait_tag below, in the peer.
   for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads())
-    store_release_sys(in_arena<u64>(c, peer, c.regions.barrier_flags, meeting, c.local), meeting);
+    if (!is_masked(c, world_rank(c, peer)))
+      store_release_sys(in_arena<u64>(c, peer, c.regions.barrier_flags, meeting, c.local), meeting);
   for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads()) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.barrier_flags, meeting, peer);
-    failed |= !wait_tag(c, flag, meeting, TY_SITE_BARRIER, world_rank(c, peer), "barrier");
+    u32 rank = world_rank(c, peer);
+    bool here = !is_masked(c, rank) && wait_tag(c, flag, meeting, TY_SITE_BARRIER, rank, "barrier");
+    failed |= !here && (!tolerates_absence(c) || is_closed(c));
   }
   return !block_any(failed);
 }
@@ -33,9 +36,8 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
   return relay_arrived(c, TY_DIRECTION_BARRIER, epoch, [](u32) { return 0u; });
 }
 
-// One block.
-TY_KERNEL(ty_barrier, ty_barrier_args) {
-  const auto &c = a.context;
+// By one block.
+TY_DEVICE void barrier(const Context auto &c) {
   ty_progress *own = progress_of(c, TY_DIRECTION_BARRIER);
   // Before a meeting, after which warp 0 looks at all warps' faults.
   begin_faults();
@@ -54,5 +56,8 @@ TY_KERNEL(ty_barrier, ty_barrier_args) {
   store(&own->launches, progress.launches + 1);
   if (met) store(&own->received, number);
 }
+
+TY_KERNEL(ty_barrier, ty_barrier_args) { barrier(a.context); }
+TY_KERNEL(ty_barrier_absence, AbsenceBarrierArgs) { barrier(a.context); }
 
 } // namespace ty

@@ -111,6 +111,35 @@ struct InPlaceDispatchArgs {
 };
 static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 
+// A world of one node whose calls go on without ranks that are missing (common/absence.cuh). Of any kind.
+struct AbsenceContext : ty_context {
+  static constexpr u32 rounds = 1, free_flags = 0, nodes = 1, node = 0, node_first = 0;
+};
+struct AbsenceDispatchArgs {
+  AbsenceContext context;
+  ty_handle handle;
+  ty_tokens tokens;
+  ty_output output;
+  u64 first_counts;
+  u32 counts_number, reserved, phases, round;
+};
+struct AbsenceCombineArgs {
+  AbsenceContext context;
+  ty_handle handle;
+  u64 rows, rows_pitch, topk_weight, out, out_pitch, wait_times;
+  u32 tokens, out_dtype, unused_accumulate, layout, phases, round;
+  u64 unused_payload[4];
+  static constexpr u64 payload = 0, payload_out = 0;
+  static constexpr u32 accumulate = 0, payload_words = 0, payload_gathered = 0, payload_offset = 0;
+};
+struct AbsenceBarrierArgs {
+  AbsenceContext context;
+};
+static_assert(sizeof(AbsenceDispatchArgs) == sizeof(ty_dispatch_args) &&
+                  sizeof(AbsenceCombineArgs) == sizeof(ty_combine_args) &&
+                  sizeof(AbsenceBarrierArgs) == sizeof(ty_barrier_args),
+              "the same bytes");
+
 // The sending half of a call whose counts come first: its launch also receives all counts, and gives them to the host.
 template <typename C, typename H> struct CountsArgs {
   C context;
@@ -122,6 +151,7 @@ template <typename C, typename H> struct CountsArgs {
   static constexpr u32 phases = TY_PHASE_SEND, round = 0;
 };
 using CountsDispatchArgs = CountsArgs<ty_context, ty_handle>;
+using AbsenceCountsArgs = CountsArgs<AbsenceContext, ty_handle>;
 template <bool inter_node>
 using SpecialisedCountsArgs =
     CountsArgs<SpecialisedContext<inter_node, Specialised::nothing_else>, SpecialisedHandle<inter_node>>;
@@ -172,6 +202,10 @@ template <bool inter_node> TY_DEVICE constexpr bool goes_again(const Specialised
   return true;
 }
 
+// Whether calls go on without ranks that are missing.
+TY_DEVICE constexpr bool tolerates_absence(const ty_context &) { return false; }
+TY_DEVICE constexpr bool tolerates_absence(const AbsenceContext &) { return true; }
+
 // Whether rows have a side payload.
 TY_DEVICE constexpr bool carries_payload(const CombineArgs auto &) { return false; }
 TY_DEVICE constexpr bool carries_payload(const PayloadArgs &) { return true; }
@@ -212,6 +246,7 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool weighs_late(const 
 
 // Whether partial rows are LL rows (numbers.cuh), which have no tags. Only in one node, in calls of few tokens.
 TY_DEVICE bool partials_are_ll(const ty_context &c) { return c.regions.partial_tags.source_stride == 0; }
+TY_DEVICE constexpr bool partials_are_ll(const AbsenceContext &) { return false; }
 template <Specialised does, bool ll>
 TY_DEVICE constexpr bool partials_are_ll(const SpecialisedContext<true, does, ll> &) {
   return ll;
@@ -219,6 +254,7 @@ TY_DEVICE constexpr bool partials_are_ll(const SpecialisedContext<true, does, ll
 
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
 TY_DEVICE constexpr bool spans_nodes(const InPlaceContext &) { return false; }
+TY_DEVICE constexpr bool spans_nodes(const AbsenceContext &) { return false; }
 template <Specialised does, bool ll> TY_DEVICE constexpr bool spans_nodes(const SpecialisedContext<true, does, ll> &) {
   return true;
 }
@@ -252,6 +288,7 @@ TY_DEVICE constexpr bool handle_may_change(const SpecialisedContext<true, does, 
 // Whether a rank of the world belongs to this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
 TY_DEVICE constexpr bool is_node_peer(const InPlaceContext &, u32) { return true; }
+TY_DEVICE constexpr bool is_node_peer(const AbsenceContext &, u32) { return true; }
 template <Specialised does, bool ll>
 TY_DEVICE constexpr bool is_node_peer(const SpecialisedContext<false, does, ll> &, u32) {
   return true;

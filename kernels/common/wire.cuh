@@ -9,7 +9,7 @@
 // With several nodes the last block of every grid is the relay. Its thread 0 alone polls host memory, since every
 // further poller slows the host's stores. The other blocks are workers.
 #pragma once
-#include "common/context.cuh"
+#include "common/waits.cuh"
 
 namespace ty {
 

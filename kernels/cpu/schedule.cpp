@@ -145,23 +145,45 @@ uint32_t ty_exec::choose_ready() {
   return index;
 }
 
+// Whether a fiber is of the rank that stands still now; afterwards all its fibers are ready again.
+bool ty_exec::stands_still(const Fiber &fiber) {
+  if (config.stopped_rank == 0 || stopped_until == ~0ull) return false;
+  const uint64_t now = clock_ns.load(std::memory_order_relaxed);
+  if (stopped_until == 0) {
+    if (switches.load(std::memory_order_relaxed) < config.stopped_after) return false;
+    stopped_until = now + config.stopped_ns;
+  }
+  if (now >= stopped_until) {
+    stopped_until = ~0ull;
+    ready_set.insert(ready_set.end(), stopped_set.begin(), stopped_set.end());
+    stopped_set.clear();
+    return false;
+  }
+  return fiber.launch != nullptr && fiber.launch->rank == config.stopped_rank - 1;
+}
+
 // The next fiber, taken off its list; nullptr sends the caller to the run loop.
 Fiber *ty_exec::pick_seeded() {
   if (ending) return nullptr; // back to end_hosts
-  const bool any_ready = !ready_set.empty();
-  if (pump.load(std::memory_order_relaxed) && (!any_ready || random.below(8) == 0)) return nullptr;
-  clock_ns.store(clock_ns.load(std::memory_order_relaxed) + step_ns, std::memory_order_relaxed);
-  Fiber *fiber = nullptr;
-  if (any_ready && (pollers_set.empty() || random.below(temper.poller_one_in) != 0)) {
-    fiber = take(ready_set, choose_ready());
-  } else if (!pollers_set.empty()) {
-    fiber = take(pollers_set, random.below(static_cast<uint32_t>(pollers_set.size())));
-    fiber->polling = false;
-  } else {
-    return nullptr;
+  for (;;) {
+    const bool any_ready = !ready_set.empty();
+    if (pump.load(std::memory_order_relaxed) && (!any_ready || random.below(8) == 0)) return nullptr;
+    clock_ns.store(clock_ns.load(std::memory_order_relaxed) + step_ns, std::memory_order_relaxed);
+    Fiber *fiber = nullptr;
+    if (any_ready && (pollers_set.empty() || random.below(temper.poller_one_in) != 0)) {
+      fiber = take(ready_set, choose_ready());
+    } else if (!pollers_set.empty()) {
+      fiber = take(pollers_set, random.below(static_cast<uint32_t>(pollers_set.size())));
+      fiber->polling = false;
+    } else {
+      return nullptr;
+    }
+    if (!stands_still(*fiber)) {
+      trace = (trace ^ fiber->id) * 0x100000001b3ull;
+      return fiber;
+    }
+    stopped_set.push_back(fiber);
   }
-  trace = (trace ^ fiber->id) * 0x100000001b3ull;
-  return fiber;
 }
 
 inline Fiber *ty_exec::pick() {

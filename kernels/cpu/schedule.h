@@ -217,6 +217,9 @@ struct ty_exec {
   ty::cpu::Chain pollers, polled;          // free mode: fibers that are still to poll in this round, and that have
   std::vector<ty::cpu::Fiber *> ready_set; // the same three in seeded mode, picked from at random
   std::vector<ty::cpu::Fiber *> pollers_set, polled_set;
+  std::vector<ty::cpu::Fiber *> stopped_set; // of the rank that stands still
+  uint64_t stopped_until = 0;                // 0: not yet; ~0: no more
+  bool stands_still(const ty::cpu::Fiber &fiber);
   uint64_t progress = 0;       // grows when something happened that a waiting fiber may have waited for
   uint64_t round_progress = 0; // its value when this round of pollers began
   uint32_t idle_rounds = 0;    // rounds without progress in a row

@@ -13,6 +13,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What the schedule depends on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -21,6 +22,19 @@ pub struct SeededConfig {
     pub seed: u64,
     /// Plain stores of a device fiber stay hidden from others until its next release, as a GPU may keep them.
     pub hold_stores: bool,
+    /// A rank whose kernels stand still for a while, as if it had died, or were late.
+    pub stopped: Option<Stopped>,
+}
+
+/// A rank whose kernels stand still.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stopped {
+    /// Which rank.
+    pub rank: u32,
+    /// Switches between fibers before that.
+    pub after: u64,
+    /// How long, by the clock of the devices.
+    pub pause: Duration,
 }
 
 /// The result of a seeded run.
@@ -112,6 +126,9 @@ pub fn seeded_world(config: SeededConfig, ranks: usize, host: impl Fn(usize, Dev
         seed: config.seed,
         mode: ffi::TY_EXEC_SEEDED,
         hold_stores: u32::from(config.hold_stores),
+        stopped_after: config.stopped.map_or(0, |stopped| stopped.after),
+        stopped_ns: config.stopped.map_or(0, |stopped| stopped.pause.as_nanos() as u64),
+        stopped_rank: config.stopped.map_or(0, |stopped| stopped.rank + 1),
         ..Default::default()
     }) {
         Ok(exec) => run(&Arc::new(exec), ranks, &host),

@@ -14,7 +14,7 @@ mod gpus;
 pub(crate) mod recording;
 pub(crate) mod view;
 
-pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
+pub use cpu_seeded::{SeededConfig, SeededReport, Stopped, seeded_world};
 
 use self::cpu::HostCopy;
 use self::recording::{Recording, note};

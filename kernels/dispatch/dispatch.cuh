@@ -135,7 +135,7 @@ TY_DEVICE u64 find_peers(const DispatchArgs auto &a, const Kept &kept, const Ite
     u64 mask = mask_again(a, item.token);
     return places_own(a) ? mask & ~(1ull << c.local) : mask;
   }
-  u64 ranks = warp_ranks_of(c, caller_choices(a), item.token);
+  u64 ranks = warp_ranks_of(c, caller_choices(a), item.token) & ~masked_ranks(c);
   if (item.slices.first == 0 && lane_index() == 0) own_masks(a.handle).keep(item.token, ranks);
   if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), item.token, stuck);
   return places_own(a) ? ranks & ~(1ull << c.local) : ranks;
@@ -465,6 +465,7 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
     work_dispatch<inter_node>(a, round, found, teams, finds_closed(c, progress));
   }
   u64 ended = end_launch(c, TY_DIRECTION_DISPATCH, a.phases, a.handle.call);
+  if (tolerates_absence(c) && !takes_counts(a) && (a.phases & TY_PHASE_RECEIVE)) drop_sources(a, ended);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
   if (inter_node) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
   // The count of the other parity: used by the epoch before, and by the next.
@@ -502,6 +503,8 @@ template <bool inter_node>
 using QuantizeContiguous = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_CONTIGUOUS>;
 template <bool inter_node>
 using QuantizeMasked = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_MASKED>;
+TY_KERNEL(ty_dispatch_absence, AbsenceDispatchArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_absence_counts, AbsenceCountsArgs) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous, SpecialisedContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous_nodes, SpecialisedContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_masked, SpecialisedMasked<false>) { dispatch<false>(a); }

@@ -461,7 +461,7 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
           store_relaxed_sys(meta.weights + place, meta_word(epoch, weight_bits(choice.weight)));
         if (choice.k != 0) return;
         if (masks.first) masks.keep(tile.first + token, ranks);
-        u32 slot = popcount64(bits_below(ranks, tile.destination()));
+        u32 slot = slot_of_rank(c, ranks, tile.destination());
         value = 0;
         // Both are checked: the caller's choices may have changed since the tile was marked, and slots would not fit.
         if ((load(present + token / 32) >> (token % 32)) & (ranks >> tile.destination()) & 1)
@@ -593,6 +593,7 @@ TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Ti
   if (of.number != 0 || !last) {
     if (!add_tiles(c, by, tile, of, faulty)) return false;
   }
+  if (masked_for_warp(c, world_rank(c, tile.destination()))) return true;
   Meta meta = meta_of(c, tile.destination(), by.in.source, by.epoch);
   // Counts first: all receivers wait for them.
   if (last) publish_counts(c, by, meta, tile, faulty);

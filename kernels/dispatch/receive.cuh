@@ -20,6 +20,44 @@ TY_DEVICE u32 counted_words(const Context auto &c) { return c.local_experts + 3;
 // The block that writes what accompanies the rows: it has neither metadata nor the first rows.
 TY_DEVICE bool is_describer(const Context auto &c) { return block_index() == worker_count(c) / 2; }
 
+// Keeps word number `word` of those awaited of a source: after the experts' counts all rows, then the round's end, then
+// its begin.
+TY_DEVICE void keep_count(const Context auto &c, PlaceShared &shared, const Round &round, u32 source, u32 word,
+                          u32 value) {
+  u32 past = word - c.local_experts;
+  if (word < c.local_experts) store(&shared.before[source * c.local_experts + word], value);
+  else if (past == 0) store(&shared.source_rows[source], rows_received(c, round, source, value));
+  else if (past == 1) store(&shared.source_end[source], value);
+  else store(&shared.source_first[source], value);
+}
+
+// Where that word is; the begin of a round is the end of the round before.
+TY_DEVICE const u64 *count_word(const Context auto &c, const Round &round, u32 source, u32 word) {
+  u32 past = word - c.local_experts;
+  u32 place = word < c.local_experts ? word : c.max_local_experts + (past == 0 ? 0 : round.number + 2 - past);
+  return in_arena<const u64>(c, c.local, c.regions.meta_counts, round.call, source) + place;
+}
+
+// Where ranks may be absent: decides which sources take part in a call, after a team has waited. Those of which another
+// block has all counts do: what this team lacks of them is here by then. Of others no tokens count. By a team, which
+// noted in `shared.absent` of which sources it lacks counts. False once the context is closed.
+TY_DEVICE bool decide_sources(const Context auto &c, const Team &team, PlaceShared &shared, const Round &round) {
+  u32 lacking = load(&shared.absent);
+  bool failed = false;
+  for (u32 source = team_thread(team); source < c.ranks; source += team_threads(team)) {
+    bool lacks = ((lacking >> source) & 1) != 0;
+    Part part = decide_part(c, TY_DIRECTION_DISPATCH, round.call, source, lacks ? Part::absent : Part::present);
+    if (!lacks && part == Part::present) continue;
+    for (u32 word = 0; word < counted_words(c); ++word) {
+      u32 value = 0;
+      if (part == Part::present && word != c.local_experts + 2)
+        failed |= !wait_meta(c, round.call, c.rank, count_word(c, round, source, word), value);
+      keep_count(c, shared, round, source, word, value);
+    }
+  }
+  return !team_any(team, failed);
+}
+
 // Waits for the counts of every source, and for where the round begins and ends in its tokens, and keeps them. By a
 // team. False once a deadline passed. `closed`: as finds_closed.
 TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Round &round,
@@ -28,27 +66,27 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
   WaitTimes waits = begin_waits(is_describer(c) ? a.output.wait_times : 0);
   bool failed = closed;
   u32 words = counted_words(c);
+  if (tolerates_absence(c)) {
+    if (team_thread(team) == 0) store(&shared.absent, 0u);
+    team_barrier(team);
+  }
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
     auto [source, e] = divide(i, words, c.counts_inverse);
     u32 value = 0;
-    const u64 *counts = in_arena<const u64>(c, c.local, c.regions.meta_counts, round.call, source);
-    // After the experts' counts: all rows, then the round's end, then its begin, which is the end of the round before.
-    u32 past = e - c.local_experts;
-    u32 place = e < c.local_experts ? e : c.max_local_experts + (past == 0 ? 0 : round.number + 2 - past);
+    const u64 *word = count_word(c, round, source, e);
     bool first = e == c.local_experts + 2 && round.number == 0;
-    bool received = first || wait_meta(c, round.call, source, counts + place, value);
-    failed |= !received;
+    bool received = first || (!is_masked(c, source) && wait_meta(c, round.call, source, word, value));
+    failed |= !received && (!tolerates_absence(c) || is_closed(c));
+    if (tolerates_absence(c) && !received) atomic_or_block(&shared.absent, 1u << source);
     // A word that did not arrive belongs to an earlier call.
     if (!received || first) value = 0;
-    if (e < c.local_experts) store(&shared.before[source * c.local_experts + e], value);
-    else if (past == 0) store(&shared.source_rows[source], rows_received(c, round, source, value));
-    else if (past == 1) store(&shared.source_end[source], value);
-    else store(&shared.source_first[source], value);
+    keep_count(c, shared, round, source, e, value);
     if (!received || e != c.local_experts) continue;
     note_notified(c, TY_DIRECTION_DISPATCH, source);
     waits.add(source);
   }
-  return !team_any(team, failed);
+  if (team_any(team, failed)) return false;
+  return !tolerates_absence(c) || decide_sources(c, team, shared, round);
 }
 
 // Tokens of a source in this round. Rails bound the ranges of other nodes' sources, whatever those reported
@@ -327,13 +365,18 @@ TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, Item 
   RowNews news = row_news(c, round.epoch, item.source, item.slot, slice, from);
   bool carries = room && slice < item.slices.end && news.word, pushed = false;
   // N2, or E6 of a row that is placed from where it arrived.
-  bool failed = !wait_token_meta(c, meta_of(c, c.local, item.source, round.call), round.call, item.source, item.token,
+  bool failed = masked_for_warp(c, item.source) ||
+                !wait_token_meta(c, meta_of(c, c.local, item.source, round.call), round.call, item.source, item.token,
                                  item.meta, [&] { pushed = carries && load_acquire_sys(news.word) == round.epoch; });
   if (!failed && item.meta.token && carries && !pushed)
     failed = !wait_tag(c, news.word, round.epoch, news.site, item.source, "row");
   // Some lanes acquired; the barrier orders the other lanes' loads after that.
   warp_barrier();
-  if (warp_ballot(failed)) return Arrival::failed;
+  if (warp_ballot(failed)) {
+    if (!tolerates_absence(c) || closed_for_warp(c)) return Arrival::failed;
+    if (lane_index() == 0) drop_rank(c, TY_DIRECTION_DISPATCH, round.epoch, item.source);
+    return Arrival::absent;
+  }
   if (item.slices.first == 0 && lane_index() == 0)
     store(pointer<i32>(a.handle.slots) + static_cast<u64>(item.source) * c.max_tokens + item.token,
           item.meta.token ? static_cast<i32>((item.meta.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
@@ -457,6 +500,29 @@ TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const 
   if (!room) keep_fault({TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity, out.layout});
 }
 
+// Where ranks may be absent: takes back what came of sources whose rows did not all come, once all other blocks have
+// ended: their output rows are unused. Combine sends them nothing, as they are masked. By a whole block; `ended`: as
+// is_last_block's.
+TY_DEVICE void drop_sources(const DispatchArgs auto &a, u64 ended) {
+  const auto &c = a.context;
+  if (!is_last_block(c, TY_DIRECTION_DISPATCH, ended)) return;
+  const PlaceShared &shared = block_shared<DispatchShared>().place;
+  u64 epoch = load(&block_shared<LaunchShared>().epoch);
+  bool token = a.output.layout == TY_LAYOUT_TOKEN, room = fits(a, shared);
+  for (u32 source = 0; source < c.ranks; ++source) {
+    if (!is_dropped(c, TY_DIRECTION_DISPATCH, epoch, source)) continue;
+    for (u32 e = 0; room && e < (token ? 1 : c.local_experts); ++e) {
+      const u32 *before = &shared.before[source * c.local_experts + e];
+      u32 begin = token ? load(&shared.source_start[source]) : load(before);
+      u32 end = token                  ? begin + load(&shared.source_rows[source])
+                : source + 1 < c.ranks ? load(before + c.local_experts)
+                                       : load(&shared.rows[e]);
+      u64 first = token ? 0 : segment_start(a, shared, e);
+      for (u32 row = begin + thread_index(); row < end; row += block_threads()) mark_unused(a, first + row);
+    }
+  }
+}
+
 // Writes what combine needs of the whole dispatch. By a team of one block.
 TY_DEVICE void write_head(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, const Round &round) {
   const auto &c = a.context;
@@ -482,7 +548,9 @@ TY_DEVICE bool wait_round(const DispatchArgs auto &a, const Team &team, u64 epoc
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
     Wait wait{TY_SITE_METADATA, world_rank(c, peer), epoch, 0};
     u64 found = 0;
-    failed |= !wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
+    bool here = !is_masked(c, wait.peer) && wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
+    if (tolerates_absence(c) && !here && !is_closed(c)) continue;
+    failed |= !here;
     // All calls with in-place output are alike.
     if (in_place(c) || failed || static_cast<u32>(found) == dispatch_status(a)) continue;
     refuse_other(a, epoch, world_rank(c, peer), dispatch_status(a), static_cast<u32>(found));

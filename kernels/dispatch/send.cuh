@@ -26,6 +26,7 @@ struct PlaceShared {
   u32 planned;       // 1: the members above are known
   u32 helped;        // 1: warps that have sent help to place
   u32 taken[passes]; // in each pass whose items warps take: items of this block that are taken
+  u32 absent;        // ranks of whose counts the team lacks some, a bit each; where ranks may be absent
 };
 
 // Items that a team's warps carry: parts of rows. This warp's are first, first + step, ... below end. With step 0 warps
@@ -290,7 +291,8 @@ TY_DEVICE void refuse_other(const DispatchArgs auto &a, u64 epoch, u32 peer, u32
 TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch, u32 status) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, status));
+    if (!is_masked(c, world_rank(c, rank)))
+      store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, status));
 }
 
 // Blocks that build metadata and heads of messages for a call of `tokens` tokens: the first of the grid.

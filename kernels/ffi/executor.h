@@ -25,6 +25,12 @@ typedef struct ty_exec_config {
   uint32_t hold_stores;        // 1: a fiber's plain stores stay in a buffer until its next release (seeded mode)
   uint32_t host_stack_bytes;   // stack of a host fiber, 0 for the default (1 MiB)
   uint32_t device_stack_bytes; // stack of a device fiber, 0 for the default (16 KiB; more under a sanitizer)
+  // Seeded mode: after so many switches, kernels of rank stopped_rank - 1 stand still for stopped_ns of the clock;
+  // 0: of no rank.
+  uint64_t stopped_after;
+  uint64_t stopped_ns;
+  uint32_t stopped_rank;
+  uint32_t reserved;
 } ty_exec_config;
 
 // NULL where memory is lacking.

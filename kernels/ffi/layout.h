@@ -187,6 +187,7 @@ typedef struct ty_regions {
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
   ty_region combine_free;  // [local rank] uint64: the last combine likewise
+  ty_region signs;         // [local rank] uint64: that rank's signs of life, counted modulo 2^16
 
   // In one node, with in-place output: peers store rows directly into the output in the arena.
   ty_region in_place_rows;    // rows of the output, row_bytes apart; source_stride 0: there is none
@@ -274,6 +275,15 @@ typedef struct ty_state {
   uint32_t ended[TY_CALL_DIRECTIONS];       // blocks of all guarded launches that have ended, modulo 2^32
   uint32_t reserved[5];                     // the blocks' words begin at a line
 } ty_state;
+
+// Of each rank, in contexts whose calls go on without missing ranks: see kernels/common/absence.cuh.
+typedef struct ty_absence {
+  uint64_t dropped[2]; // of dispatch and combine: the last epoch whose rows of this rank did not all come
+  uint64_t last_sign;  // when its last sign of life came, and which
+  uint32_t decided[2]; // of dispatch and combine: whether it takes part in the last epoch
+  uint32_t masked;     // 1: for good
+  uint32_t reserved;
+} ty_absence;
 
 // In host memory; a sequence lock: odd while the device writes, even and larger afterwards.
 typedef struct ty_error_record {
@@ -365,6 +375,12 @@ typedef struct ty_context {
   uint64_t tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1]: see tile_rows()
   uint64_t tile_tags; // uint64 [1 + served][node_ranks][max_tiles]: epoch of those
   uint64_t refused;   // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
+  uint64_t absences;  // ty_absence *, [ranks]; 0: calls do not go on without missing ranks
+  uint64_t mask;      // uint32 [ranks], also written by the caller; not 0: the rank is masked
+  uint64_t
+      silences; // uint64 [ranks], host memory: epoch << 2 | 1 + direction in which a deadline masked a rank; 0: none
+  uint32_t masks_silent; // 1: a deadline masks the rank that is waited for, instead of closing the context
+  uint32_t absence_reserved;
   ty_regions regions;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas in this device's addresses; own at [local]

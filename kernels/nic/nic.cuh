@@ -13,7 +13,7 @@
 // are the only ones without a deadline: block 0 ends by those two conditions, and all others when block 0 publishes its
 // end.
 #pragma once
-#include "common/context.cuh"
+#include "common/waits.cuh"
 
 namespace ty {
 

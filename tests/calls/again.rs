@@ -362,7 +362,7 @@ fn what_cannot_go_again_is_refused() {
 fn threads_agree_whether_their_context_is_closed() {
     for seed in 0..200 {
         let worlds = World::threads(2).unwrap();
-        let report = seeded_world(SeededConfig { seed, hold_stores: false }, 2, |rank, device| {
+        let report = seeded_world(SeededConfig { seed, hold_stores: false, stopped: None }, 2, |rank, device| {
             let rig = Rig::on(&worlds[rank], device.clone(), |builder| {
                 let builder = builder.timeout(Duration::from_millis(500)).sms(2 + 2 * (seed % 2) as u32);
                 builder.tuning(|t| t.compact_handles = Some(false))

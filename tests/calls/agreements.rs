@@ -28,10 +28,16 @@ const fn setting(name: &'static str, one: Change) -> Setting {
     Setting { name, all: |b| b, one }
 }
 
-const SETTINGS: [Setting; 21] = [
+const SETTINGS: [Setting; 23] = [
     setting("chunk_rows", |b| b.tuning(|t| t.chunk_rows = Some(3))),
     setting("double_buffer_bytes", |b| b.tuning(|t| t.double_buffer_bytes = 0)),
     setting("ll_tokens", |b| b.tuning(|t| t.ll_tokens = Some(1))),
+    setting("missing_ranks", |b| b.missing_ranks(MissingRanks::Masked)),
+    Setting {
+        name: "missing_ranks",
+        all: |b| b.missing_ranks(MissingRanks::Masked),
+        one: |b| b.missing_ranks(MissingRanks::MaskedAtDeadline),
+    },
     setting("in_place", |b| b.tuning(|t| t.in_place = Some((64, 1)))),
     Setting {
         name: "in_place",

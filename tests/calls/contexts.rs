@@ -363,7 +363,7 @@ enum Meanwhile {
 /// Two ranks combine different dispatches under a schedule.
 fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
     let worlds = World::threads(2).unwrap();
-    let report = seeded_world(SeededConfig { seed, hold_stores: false }, 2, |rank, device| {
+    let report = seeded_world(SeededConfig { seed, hold_stores: false, stopped: None }, 2, |rank, device| {
         let arriving = if seed.is_multiple_of(2) { 0 } else { MAX_TOKENS };
         let rig = Rig::on(&worlds[rank], device.clone(), |b| {
             b.timeout(Duration::from_millis(500))
@@ -422,7 +422,7 @@ const CLOSED: u64 = 92;
 fn launches_of_a_closed_context_report_nothing() {
     for seed in 0..600 {
         let worlds = World::threads(1).unwrap();
-        let report = seeded_world(SeededConfig { seed, hold_stores: false }, 1, |rank, device| {
+        let report = seeded_world(SeededConfig { seed, hold_stores: false, stopped: None }, 1, |rank, device| {
             let rig = Rig::on(&worlds[rank], device, |b| b);
             rig.route_all(1);
             let [_, state] = rig.ep.addresses().unwrap();

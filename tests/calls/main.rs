@@ -18,6 +18,7 @@ mod handles;
 mod in_place;
 mod interrupts;
 mod kills;
+mod missing;
 mod nodes;
 mod one_context;
 mod overlap;

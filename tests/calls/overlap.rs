@@ -324,7 +324,7 @@ fn schedules(scenario: Scenario, shape: Shape, rounds: bool, seeds: std::ops::Ra
     for seed in seeds {
         let worlds = World::threads(2).unwrap();
         let outcomes = Outcomes::default();
-        let config = SeededConfig { seed, hold_stores: seed % 2 == 1 };
+        let config = SeededConfig { seed, hold_stores: seed % 2 == 1, stopped: None };
         let report = seeded_world(config, 2, |rank, device| {
             let found = scenario(&worlds[rank], &device, shape, seed as usize, rounds);
             outcomes.lock().unwrap().push((rank, found));
@@ -441,7 +441,7 @@ fn threads_of_a_combine_go_by_one_head() {
     // Seed 479 finds lanes of a warp that go by masks of their own.
     for seed in (0..150).chain(440..500) {
         let worlds = World::threads(2).unwrap();
-        let config = SeededConfig { seed, hold_stores: seed % 2 == 1 };
+        let config = SeededConfig { seed, hold_stores: seed % 2 == 1, stopped: None };
         let report = seeded_world(config, 2, |rank, device| {
             for error in recounted(&worlds[rank], &device, Shape::Contiguous, seed as usize, false) {
                 let allowed = matches!(&error, Error::Timeout { peer, .. } if rank == 0 || peer.index() == 0)
@@ -605,7 +605,7 @@ fn choices_that_change_while_they_are_read_lead_to_no_row_outside_of_an_output()
     for (i, shape) in [Shape::Contiguous, Shape::Masked, Shape::Token, Shape::InPlace].into_iter().enumerate() {
         for seed in 0..60 {
             let worlds = World::threads(2).unwrap();
-            let config = SeededConfig { seed: 1000 * i as u64 + seed, hold_stores: seed % 2 == 1 };
+            let config = SeededConfig { seed: 1000 * i as u64 + seed, hold_stores: seed % 2 == 1, stopped: None };
             let report = seeded_world(config, 2, |rank, device| {
                 for error in changing(&worlds[rank], &device, shape, seed as usize, false) {
                     let allowed =

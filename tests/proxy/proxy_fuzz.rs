@@ -402,6 +402,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         few_tokens: 0,
         payload_bytes: 0,
         ll_tokens: 0,
+        slot_of_rank: false,
         in_place_rows: 0,
         round_tokens: None,
     }

@@ -340,7 +340,7 @@ fn in_seeded_worlds(seeds: std::ops::Range<u64>, hold_stores: bool) {
     for seed in seeds {
         let label = format!("seed {seed}, hold_stores {hold_stores}");
         let case = Case::part_of(&WHOLE, seed);
-        let config = SeededConfig { seed, hold_stores };
+        let config = SeededConfig { seed, hold_stores, stopped: None };
         let report = seeded_world(config, 1, |_, device| launch_and_check(&device, &case, 1, &label));
         assert_eq!((report.failure, report.hang_report), (None, None), "{label}");
     }

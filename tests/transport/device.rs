@@ -399,7 +399,7 @@ fn cpu_device_has_no_cuda_streams() {
 /// Three ranks that copy round a ring through kernels, and wait for each other on host fibers.
 fn ring(seed: u64) -> (u64, u64) {
     let arrived = Mutex::new([0usize; 3]);
-    let report = seeded_world(SeededConfig { seed, hold_stores: false }, 3, |rank, device| {
+    let report = seeded_world(SeededConfig { seed, hold_stores: false, stopped: None }, 3, |rank, device| {
         let stream = device.new_stream().unwrap();
         let (a, b) = (device.alloc(512).unwrap(), device.alloc(512).unwrap());
         for round in 1..=4 {
@@ -438,7 +438,7 @@ fn seeded_worlds_run_side_by_side_on_threads() {
 
 #[test]
 fn graphs_events_and_fills_work_on_host_fibers() {
-    let report = seeded_world(SeededConfig { seed: 1, hold_stores: true }, 2, |rank, device| {
+    let report = seeded_world(SeededConfig { seed: 1, hold_stores: true, stopped: None }, 2, |rank, device| {
         let stream = device.new_stream().unwrap();
         let (a, b) = (device.alloc(256).unwrap(), device.alloc(256).unwrap());
         stream.begin_capture().unwrap();
@@ -461,7 +461,7 @@ fn graphs_events_and_fills_work_on_host_fibers() {
 fn a_ranks_panic_is_raised_after_the_others_have_ended() {
     let ended = Mutex::new(Vec::new());
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        seeded_world(SeededConfig { seed: 5, hold_stores: false }, 3, |rank, device| {
+        seeded_world(SeededConfig { seed: 5, hold_stores: false, stopped: None }, 3, |rank, device| {
             let stream = device.new_stream().unwrap();
             let buffer = device.alloc(64).unwrap();
             push(&stream, buffer.view(), buffer.view());
@@ -484,7 +484,7 @@ fn a_ranks_panic_is_raised_after_the_others_have_ended() {
 #[test]
 fn a_world_in_which_nobody_can_go_on_is_reported_and_not_waited_for() {
     let started = Instant::now();
-    let report = seeded_world(SeededConfig { seed: 5, hold_stores: false }, 2, |_, device| {
+    let report = seeded_world(SeededConfig { seed: 5, hold_stores: false, stopped: None }, 2, |_, device| {
         let _stream = device.new_stream().unwrap();
         wait::poll("a peer that never comes", Duration::from_secs(3600), || None::<()>);
     });
@@ -504,7 +504,7 @@ fn host_closures_of_a_world_that_hangs_are_unwound_and_their_scopes_end() {
             self.0.fetch_add(100, Ordering::Relaxed);
         }
     }
-    let report = seeded_world(SeededConfig { seed: 6, hold_stores: false }, 3, |rank, device| {
+    let report = seeded_world(SeededConfig { seed: 6, hold_stores: false, stopped: None }, 3, |rank, device| {
         let stream = device.new_stream().unwrap();
         let _counts = Counts(&ended);
         std::thread::scope(|scope| {

@@ -190,7 +190,7 @@ fn cpu_ranks_that_are_processes_share_arenas() {
 #[test]
 fn ranks_on_host_fibers_share_arenas() {
     let worlds = World::threads(3).unwrap();
-    let report = seeded_world(SeededConfig { seed: 2, hold_stores: false }, 3, |rank, device| {
+    let report = seeded_world(SeededConfig { seed: 2, hold_stores: false, stopped: None }, 3, |rank, device| {
         let stream = device.new_stream().unwrap();
         exchange_marks(&worlds[rank], &device, &stream, Arena::cpu(BYTES).unwrap(), true);
     });
@@ -200,7 +200,7 @@ fn ranks_on_host_fibers_share_arenas() {
 #[test]
 fn host_waits_in_a_row_are_no_hang() {
     let worlds = World::threads(3).unwrap();
-    let report = seeded_world(SeededConfig { seed: 1, hold_stores: false }, 3, |rank, _| {
+    let report = seeded_world(SeededConfig { seed: 1, hold_stores: false, stopped: None }, 3, |rank, _| {
         for _ in 0..300 {
             worlds[rank].barrier("again").unwrap();
         }

@@ -128,6 +128,11 @@ impl AllToAll {
     fn kind_again(&self, handle: &Handle, tokens: &NewRows) -> Result<Arc<Kind>> {
         self.check()?;
         self.own("handle", handle.context)?;
+        if self.open.memory.absences.is_some() {
+            let advice = "the ranks that take part may have changed since; dispatch with choices, or use a context \
+                          without missing_ranks";
+            return Err(Error::argument("handle", "of a context with missing_ranks", advice));
+        }
         self.formats.of(&tokens.call_format(&handle.kind.format), &self.plan)
     }
 }

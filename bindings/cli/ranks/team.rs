@@ -187,7 +187,7 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Resul
     let fibers = Fibers::new(&job.case)?;
     let ranks = fibers.worlds.len();
     let outcomes: Mutex<Vec<Option<Result<RankResult>>>> = Mutex::new(vec![None; ranks]);
-    let config = SeededConfig { seed: job.case.seed, hold_stores: job.case.hold_stores };
+    let config = SeededConfig { seed: job.case.seed, hold_stores: job.case.hold_stores, stopped: None };
     let report = seeded_world(config, fibers.count(), |index, device| {
         let quiet = |_: usize| {};
         let progress: &dyn Fn(usize) = if index == 0 { &progress } else { &quiet };
