@@ -29,6 +29,7 @@ METADATA, SEND, RECEIVE = (
     "kernels/dispatch/meta.cuh", "kernels/dispatch/send.cuh", "kernels/dispatch/receive.cuh")
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine/combine.cuh", "kernels/common/context.cuh", "kernels/dispatch/dispatch.cuh", "kernels/common/barrier.cuh")
+WAITS = "kernels/common/waits.cuh"
 QUANTIZE, NUMBERS = "kernels/common/quantize.cuh", "kernels/common/numbers.cuh"
 IN_PLACE = "kernels/dispatch/in_place.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
@@ -122,13 +123,13 @@ MUTANTS = [
     ("fault in an earlier tile forgotten", METADATA, "refused |= earlier == meta_refused;", ""),
     ("N11: helpers place rows by no plan", "kernels/common/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
     ("an item taken twice", CONTEXT, "atomic_add_block(taken, 1) : 0, 0)", "atomic_add_block(taken, 1) / 2 : 0, 0)"),
-    ("old metadata word taken for a new one", CONTEXT, "return (seen >> 32) == (epoch & 0xffffffffu) &&", "return (seen >> 32) != 0 &&"),
+    ("old metadata word taken for a new one", WAITS, "return (seen >> 32) == (epoch & 0xffffffffu) &&", "return (seen >> 32) != 0 &&"),
     ("off by one in a position", METADATA, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
     ("a repeated expert's times have one row", METADATA, "tile, local, token) + before;", "tile, local, token);"),
     ("a rank's number taken for its expert", METADATA, "load(pointer<const i32>(c.rank_experts) + k)", "static_cast<i32>(k)"),
     ("replicas looked up a second time behind the wire", METADATA, "!in.own || !c.replicas || expert < 0", "!c.replicas || expert < 0"),
     ("a replica by choice, not by token", METADATA, "row + replica_slot(c, token)", "row + replica_slot(c, token + k)"),
-    ("a source's rows begin behind them", RECEIVE, "(begin) << 32 | (end - begin)", "(end) << 32 | (end - begin)"),
+    ("a source's rows begin behind them", RECEIVE, "(rows.first) << 32 |", "(rows.end) << 32 |"),
     ("rows of the last source counted from those of the next", RECEIVE, "source + 1 < c.ranks ? load", "source < c.ranks ? load"),
     ("counts not added to earlier ones", RECEIVE, "store(total, load(total) + rows);", "store(total, rows);"),
     ("a number beyond the logical experts looked up", METADATA, "static_cast<u32>(expert) >= c.logical_experts", "static_cast<u32>(expert) > c.logical_experts"),
@@ -147,12 +148,12 @@ MUTANTS = [
     ("errors of both kinds share a record", CONTEXT, "u32 fatal = closes ||", "closes = false;\n  u32 fatal = closes ||"),
     ("error of another warp reported", CONTEXT, "shared.first[fatal][lowest_bit(there)]", "shared.first[fatal][0]"),
     ("quotient too small by one", CONTEXT, ": Quotient{whole + 1, rest - d};", ": Quotient{whole, rest};"),
-    ("slot at the owner counted from the wrong rank", METADATA, "bits_below(ranks, tile.destination())", "bits_below(ranks, tile.destination() + 1)"),
+    ("slot at the owner counted from the wrong rank", METADATA, "slot_of_rank(c, ranks, tile.destination())", "slot_of_rank(c, ranks, tile.destination() + 1)"),
     ("parity ignored", CONTEXT, "(epoch & 1) * region.parity_stride", "0 * region.parity_stride"),
-    ("stale tag or flag accepted", CONTEXT,
+    ("stale tag or flag accepted", WAITS,
      "if ((seen >> shift) == expected) return found", "if ((seen >> shift) != 0) return found"),
     ("rows lost to ranks before the first", SEND, "| bits << ((", "| 0 * bits << (("),
-    ("receive buffer published as free by every block", CONTEXT, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
+    ("receive buffer published as free by every block", WAITS, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
     ("a forged token's number not bounded", TO_NODES, "token < c.max_tokens ? token : 0", "token"),
     ("a launch not counted", CONTEXT, "load(&kept.launches) + 1);\n  u64 epoch", "load(&kept.launches));\n  u64 epoch"),
     ("an epoch received too early", CONTEXT, "  if (phases & TY_PHASE_RECEIVE) store(&own->received", "  store(&own->received"),
@@ -174,7 +175,7 @@ MUTANTS = [
      "  team_barrier(team);\n  if (team_warp(team) == 0) plan_segments", "  if (team_warp(team) == 0) plan_segments"),
     ("first token of a round forgotten", DISPATCH, "item.token = load(&shared.source_first[item.source]) + item.slot;", "item.token = item.slot;"),
     ("counts read too early", RECEIVE,
-     "  return !team_any(team, failed);\n}\n\n// Tokens of a source", "  return !failed;\n}\n\n// Tokens of a source"),
+     "  if (team_any(team, failed)) return false;\n  return !tolerates", "  if (failed) return false;\n  return !tolerates"),
     ("alignment forgotten", CONTEXT, "divide(load(in + begin + i) + align - 1, align, inverse).whole * align", "load(in + begin + i)"),
     ("node of an expert computed, and its rank in the world", METADATA, "(rank - node * c.node_ranks) << 16", "rank << 16"),
     ("segments rounded down", CONTEXT, "divide(load(in + begin + i) + align - 1,", "divide(load(in + begin + i),"),
@@ -207,7 +208,7 @@ MUTANTS = [
     ("lanes past a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
-    ("partial rows not waited for", PARTIAL, "failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL", "failed |= false && !wait_tag(c, tag, epoch, TY_SITE_PARTIAL"),
+    ("partial rows not waited for", PARTIAL, "bool here = !is_masked(c, world_rank(c, rank)) &&", "bool here = true ||"),
     ("weight of the wrong choice", PARTIAL, "load(weights_of(a, call, source, token) + k)", "load(weights_of(a, call, source, token) + c.top_k - 1 - k)"),
     ("a missing choice summed", PARTIAL, "  u32 here = warp_ballot(row >= 0);", "  if (k < c.top_k && row < 0) row = 0;\n  u32 here = warp_ballot(row >= 0);"),
     ("old value forgotten when accumulating", COMBINE, "add_to(old, sums[i]);", "old = sums[i];"),
@@ -249,8 +250,8 @@ MUTANTS = [
     ("a call received that another call sent", CONTEXT, "own = (sends && next.number == 0) || progress.call == call;", "own = (sends && next.number == 0) || progress.call != 0;"),
     ("lanes of a warp list rows by masks of their own", PARTIAL, "if (!handle_may_change(c)) return masks.at(i);", "if (c.ranks != 0) return masks.at(i);"),
     ("a combine has the number of the call before", CALLS, "call: self.open.pool.number() })", "call: handle.lease.raw().serial })"),
-    ("free flag ignored", CONTEXT, "  if (c.free_flags == 0 || epoch == c.first_epoch) return true;", "  if (c.first_epoch != 0) return true;"),
-    ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
+    ("free flag ignored", WAITS, "  if (c.free_flags == 0 || epoch == c.first_epoch) return true;", "  if (c.first_epoch != 0) return true;"),
+    ("free flag of the epoch before", WAITS, "word, epoch - 1,", "word, epoch - 2,"),
     ("NIC: completed before all parts are copied", NIC, "!= group.blocks - 1) return;", "!= 0) return;"),
     ("NIC: a request of the batch not passed on", NIC, "if (lane_index() < count * nic_request_words) {", "if (lane_index() < (count - (count > 1)) * nic_request_words) {"),
     ("E1: doorbell without release", NODES,

@@ -400,6 +400,10 @@ impl AllToAllBuilder {
         }
     }
 
+    fn goes_in_rounds(&self) -> bool {
+        self.tuning.round_tokens.is_some_and(|tokens| tokens < self.max_tokens)
+    }
+
     fn check_in_place(&self, nodes: &Nodes) -> Result<()> {
         let Some((rows, align)) = self.tuning.in_place else { return Ok(()) };
         within("in_place rows", rows, 1, i32::MAX as usize, "rows")?;
@@ -410,7 +414,7 @@ impl AllToAllBuilder {
             "in-place output is for nodes of at most 32 ranks; leave it out"
         } else if self.quantize {
             "in-place output is not for rows that are quantised in dispatch; leave one of them out"
-        } else if self.tuning.round_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+        } else if self.goes_in_rounds() {
             "calls with in-place output go in one round; leave round_tokens out"
         } else {
             return Ok(());
@@ -427,7 +431,7 @@ impl AllToAllBuilder {
             "calls go on without missing ranks in nodes of at most 32 ranks; leave it out"
         } else if self.tuning.in_place.is_some() {
             "with in-place output rows leave after the counts of all ranks; leave one of them out"
-        } else if self.tuning.round_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+        } else if self.goes_in_rounds() {
             "calls that go on without missing ranks go in one round; leave round_tokens out"
         } else if self.tuning.payload_words > 0 {
             "calls that go on without missing ranks have no side payload; leave payload_words out"

@@ -458,6 +458,13 @@ TY_DEVICE void pad_output(const DispatchArgs auto &a, const Team &team, const Pl
   }
 }
 
+// A source's rows of an expert among the expert's.
+TY_DEVICE Range rows_of_source(const Context auto &c, const PlaceShared &shared, u32 source, u32 e) {
+  u32 begin = load(&shared.before[source * c.local_experts + e]);
+  u32 end = source + 1 < c.ranks ? load(&shared.before[(source + 1) * c.local_experts + e]) : load(&shared.rows[e]);
+  return {begin, end};
+}
+
 // Where each source's rows of each expert begin among the expert's rows, and how many they are. By a team of one block.
 TY_DEVICE void write_ranges(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, bool room) {
   const auto &c = a.context;
@@ -465,9 +472,8 @@ TY_DEVICE void write_ranges(const DispatchArgs auto &a, const Team &team, const 
   for (u32 i = team_thread(team); i < c.local_experts * c.ranks; i += team_threads(team)) {
     Quotient place = divide(i, c.ranks, c.ranks_inverse);
     u32 e = place.whole, source = place.rest;
-    u32 begin = load(&shared.before[source * c.local_experts + e]);
-    u32 end = source + 1 < c.ranks ? load(&shared.before[(source + 1) * c.local_experts + e]) : load(&shared.rows[e]);
-    u64 range = room ? static_cast<u64>(begin) << 32 | (end - begin) : 0;
+    Range rows = rows_of_source(c, shared, source, e);
+    u64 range = room ? static_cast<u64>(rows.first) << 32 | (rows.end - rows.first) : 0;
     store(pointer<u64>(a.output.source_ranges) + i, range);
   }
 }
@@ -512,13 +518,11 @@ TY_DEVICE void drop_sources(const DispatchArgs auto &a, u64 ended) {
   for (u32 source = 0; source < c.ranks; ++source) {
     if (!is_dropped(c, TY_DIRECTION_DISPATCH, epoch, source)) continue;
     for (u32 e = 0; room && e < (token ? 1 : c.local_experts); ++e) {
-      const u32 *before = &shared.before[source * c.local_experts + e];
-      u32 begin = token ? load(&shared.source_start[source]) : load(before);
-      u32 end = token                  ? begin + load(&shared.source_rows[source])
-                : source + 1 < c.ranks ? load(before + c.local_experts)
-                                       : load(&shared.rows[e]);
+      u32 start = load(&shared.source_start[source]);
+      Range rows =
+          token ? Range{start, start + load(&shared.source_rows[source])} : rows_of_source(c, shared, source, e);
       u64 first = token ? 0 : segment_start(a, shared, e);
-      for (u32 row = begin + thread_index(); row < end; row += block_threads()) mark_unused(a, first + row);
+      for (u32 row = rows.first + thread_index(); row < rows.end; row += block_threads()) mark_unused(a, first + row);
     }
   }
 }
