@@ -18,8 +18,8 @@ use crate::cli::cases::limits::{
 use crate::cli::cases::links::Link;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{
-    ArenaWord, Assumption, Check, DeviceWord, IndexWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord,
-    TransportWord, WeightsWord, Word, WorldMode, scale_kind, summed, word,
+    ArenaWord, Assumption, Check, DeviceWord, IndexWord, Launch, LayoutWord, MissingWord, Mode, NetworkWord,
+    PartialWord, TransportWord, WeightsWord, Word, WorldMode, scale_kind, summed, word,
 };
 
 /// Most ranks of a projected node: no host links more GPUs than 16.
@@ -178,6 +178,9 @@ pub struct BenchArgs {
     /// These words are gathered choice by choice instead
     #[arg(long)]
     pub gather: bool,
+    /// Whether calls go on without missing ranks; with one the last rank is missing [default: no]
+    #[arg(long, value_name = "no|able|one", value_parser = word::<MissingWord>)]
+    pub missing: Option<MissingWord>,
     /// Replicas of each expert, of which each token takes one of the nearest
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
     pub replicas: Option<usize>,

@@ -683,7 +683,7 @@ fn what_does_not_go_with_missing_ranks_is_refused_with_advice() {
         assert!(matches!(error, Error::Argument { name: "accumulate", .. }), "{error}");
         let rows = NewRows::new(member.rig.x.view(), TokenCount::Host(MAX_TOKENS)).pitch_bytes(ROW);
         let error = ep.dispatch_again_send(stream, &handle, &rows).err().unwrap();
-        assert!(matches!(error, Error::Argument { name: "handle", .. }), "{error}");
+        assert!(matches!(error, Error::Config { name: "missing_ranks", .. }), "{error}");
         for rank in [Rank(0), Rank(1), Rank(u32::MAX)] {
             let error = ep.mask_rank(rank).unwrap_err();
             assert!(matches!(error, Error::Argument { name: "rank", .. }), "{error}");

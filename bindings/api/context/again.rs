@@ -131,7 +131,7 @@ impl AllToAll {
         if self.open.memory.absences.is_some() {
             let advice = "the ranks that take part may have changed since; dispatch with choices, or use a context \
                           without missing_ranks";
-            return Err(Error::argument("handle", "of a context with missing_ranks", advice));
+            return Err(Error::config("missing_ranks", "of a dispatch by a handle", advice));
         }
         self.formats.of(&tokens.call_format(&handle.kind.format), &self.plan)
     }

@@ -16,16 +16,16 @@ use super::limits::{
 use super::links::Link;
 use super::routing::{Routed, Router, Routing, RoutingShape};
 use super::words::{
-    FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, TransportWord,
-    WeightsWord, Word, WorldMode, word,
+    FaultWord, IndexWord, LayoutWord, MissingWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord,
+    TransportWord, WeightsWord, Word, WorldMode, word,
 };
 use crate::cli::reference::{self, Elem, SourceRank};
 use crate::cli::usage::{Refusal, old_name};
 
 /// Most words of a token's payload.
-const MAX_PAYLOAD: u64 = 4096;
-/// Most ranks of a node with in-place output.
-const MAX_IN_PLACE_RANKS: usize = 32;
+pub(super) const MAX_PAYLOAD: u64 = 4096;
+/// Most ranks of a node with in-place output, or of which some may be missing.
+pub(super) const MAX_IN_PLACE_RANKS: usize = 32;
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
 pub const MAX_LOCAL_EXPERTS: usize = 2047;
 /// Ranks times experts of one rank at the most: these counts fit there, too.
@@ -116,6 +116,8 @@ pub struct Case {
     pub again: bool,
     /// Iterations alternate between calls of this case's format and of another one, in one context.
     pub mixed: bool,
+    /// Whether calls go on without missing ranks, and whether one is missing from the first call on.
+    pub missing: MissingWord,
     /// Words of each row's side payload in combine; 0 for none.
     pub payload: usize,
     /// Payloads are gathered, choice by choice, instead of summed.
@@ -187,6 +189,7 @@ impl Default for Case {
             compact_handles: false,
             again: false,
             mixed: false,
+            missing: MissingWord::No,
             payload: 0,
             gathered: false,
             mode: Mode::Fused,
@@ -413,78 +416,6 @@ impl Case {
         }
     }
 
-    /// The field of this case that the library refuses by design, as its error names it.
-    pub fn refused_by_design(&self) -> Option<&'static str> {
-        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
-            Some("scales")
-        } else if self.payload > 0 && self.partial != PartialWord::Same {
-            Some("payload_words")
-        } else if self.quantize && self.scales == ScaleKind::None {
-            Some("quantize")
-        } else if self.partial == PartialWord::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
-            Some("hidden")
-        } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
-            Some("layout")
-        } else if self.gathered && self.layout == LayoutWord::Token {
-            Some("gathered")
-        } else {
-            None
-        }
-    }
-
-    /// This case without the fields refused by design: the rest must still be usable.
-    #[must_use]
-    pub fn without_refused(&self) -> Case {
-        let mut case = self.clone();
-        while let Some(field) = case.refused_by_design() {
-            match field {
-                "scales" => case.scales = ScaleKind::None,
-                "quantize" => case.quantize = false,
-                "hidden" => case.partial = PartialWord::Same,
-                "payload_words" => (case.payload, case.gathered) = (0, false),
-                "gathered" => case.gathered = false,
-                _ => case.weights = WeightsWord::Dispatch,
-            }
-        }
-        case
-    }
-
-    /// Why this case cannot have in-place output, if there is a reason.
-    pub fn why_not_in_place(&self) -> Option<&'static str> {
-        let reasons = [
-            (self.layout != LayoutWord::Contiguous, "its layout is contiguous"),
-            (self.several_nodes(), "it is for worlds of one node"),
-            (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
-            (self.quantize, "rows that are quantised have none"),
-            (self.mode.is_split(), "a dispatch to it has no halves"),
-            (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one round"),
-            (self.scale_order != OrderWord::Row, "its scales are row by row"),
-            (self.ahead > 1, "the next dispatch overwrites it"),
-            (self.gap > 0, "its rows lie side by side"),
-            (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
-            (self.again, "its handles do not have the places of rows"),
-            (self.mixed, "its calls are of one format"),
-        ];
-        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
-    }
-
-    /// Why this case cannot have such a payload, if there is a reason.
-    pub fn why_no_payload(&self) -> Option<&'static str> {
-        let reasons = [
-            (self.payload == 0 && self.gathered, "words are gathered where there are some; give --payload"),
-            (self.payload_words() as u64 > MAX_PAYLOAD, "a token's payload has at most 4096 words; give fewer"),
-            (
-                self.payload > 0 && self.partial != PartialWord::Same,
-                "partial rows with a payload are of the combine dtype; leave it out",
-            ),
-            (
-                self.gathered && self.layout == LayoutWord::Token,
-                "a row of the token layout is of several choices; leave --gather out",
-            ),
-        ];
-        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
-    }
-
     /// Rows of the output of a rank, all experts together.
     pub fn output_rows(&self, local: usize) -> usize {
         if self.layout == LayoutWord::Masked { self.capacity() * local } else { self.capacity() }
@@ -655,6 +586,9 @@ impl Case {
 
     fn check_layout(&self) -> Result<(), Refusal> {
         let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if let Some(why) = self.why_nobody_is_missing() {
+            return refuse("--missing", self.missing.name().to_string(), format!("{why}; leave one of them out"));
+        }
         if let Some(why) = self.why_no_payload() {
             return refuse("--payload", self.payload.to_string(), why.to_string());
         }
@@ -819,6 +753,7 @@ fields! {
     compact_handles: flag, read_flag;
     again: flag, read_flag;
     mixed: flag, read_flag;
+    missing: show_word, word;
     payload: show, within::<0, MAX_PAYLOAD>;
     gathered: flag, read_flag;
     mode: show_word, word;

@@ -10,8 +10,8 @@ use super::limits::MAX_NICS;
 use super::links::Link;
 use super::routing::Routing;
 use super::words::{
-    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, SUMMED,
-    WeightsWord, Word, WorldMode,
+    DeviceWord, FaultWord, IndexWord, LayoutWord, MissingWord, Mode, NetworkWord, OrderWord, PartialWord,
+    PlacementWord, SUMMED, WeightsWord, Word, WorldMode,
 };
 
 /// Ranks of a configuration at the most.
@@ -55,6 +55,11 @@ impl Dice {
 
 /// The configuration of a seed.
 pub fn draw(seed: u64, device: DeviceWord) -> Case {
+    with_missing(draw_present(seed, device), false)
+}
+
+/// The same, where no rank is missing.
+fn draw_present(seed: u64, device: DeviceWord) -> Case {
     let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 2, 0, 0));
     let dice = &mut dice;
     let mut case = Case { seed, world: 1 + dice.below(RANKS), ..Case::default() };
@@ -92,7 +97,8 @@ pub fn with_in_place(case: Case) -> Case {
     let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
     let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
-    Case { quantize: false, ahead: 1, again: false, mixed: false, in_place: true, ..case }
+    let case = Case { missing: MissingWord::No, quantize: false, ahead: 1, ..case };
+    Case { again: false, mixed: false, in_place: true, ..case }
 }
 
 /// The draw, adapted to the arguments of `verify`.
@@ -109,12 +115,34 @@ pub fn as_asked(case: Case, quantize: bool, in_place: bool) -> Case {
 /// The same, of several nodes, between which messages are tampered with.
 pub fn forged(case: Case) -> Case {
     let nodes = if case.several_nodes() { case.nodes.clone() } else { vec![1, case.world.saturating_sub(1)] };
-    Case { nodes, fault: FaultWord::Forged, in_place: false, ..case }
+    Case { nodes, fault: FaultWord::Forged, in_place: false, missing: MissingWord::No, ..case }
+}
+
+/// Some draws, with calls that go on without missing ranks; the rest is adapted to that, unless the case is to be
+/// refused. From a stream of its own, as nodes are.
+fn with_missing(case: Case, usable: bool) -> Case {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 21, 0, 0));
+    if !dice.once_in(4) || case.in_place {
+        return case;
+    }
+    let missing = if dice.once_in(2) { MissingWord::Able } else { MissingWord::One };
+    let case = Case { missing, accumulate: false, round_tokens: None, ..case };
+    if dice.once_in(3) && !usable {
+        return case;
+    }
+    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, chunk_rows: None, double_buffer: true, ..case };
+    let case = Case { network: NetworkWord::Hostile, ..case };
+    Case { partial: PartialWord::Same, payload: 0, gathered: false, again: false, ..case }
 }
 
 /// The configuration of a seeded schedule: a tiny world on one thread, with much traffic between ranks and little else.
 /// Every second configuration holds stores back.
 pub fn draw_small(seed: u64) -> Case {
+    with_missing(draw_small_present(seed), true)
+}
+
+/// The same, where no rank is missing.
+fn draw_small_present(seed: u64) -> Case {
     let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 3, 0, 0));
     let dice = &mut dice;
     let mut case = Case { seed, world: 2 + dice.below(SMALL_RANKS - 1), ..Case::default() };
@@ -453,7 +481,7 @@ mod tests {
         for seed in 0..400 {
             for case in [draw(seed, DeviceWord::Cpu), draw_small(seed)].map(quantized) {
                 let refused = case.refused_by_design();
-                let stays = matches!(refused, Some("layout" | "gathered" | "payload_words"));
+                let stays = matches!(refused, Some("layout" | "gathered" | "payload_words" | "missing_ranks"));
                 assert!(case.quantize && (stays || case.check().is_ok()), "{case}: {refused:?}");
             }
         }

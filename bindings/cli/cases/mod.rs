@@ -8,6 +8,7 @@ pub mod limits;
 pub mod links;
 mod mixed;
 pub mod presets;
+mod refused;
 pub mod routing;
 pub mod trace_file;
 pub mod words;

@@ -57,6 +57,8 @@ words! {
     LayoutWord { Contiguous = "contiguous", Masked = "masked", Token = "token" }
     /// Type of partial rows on the way: the combine dtype, or another.
     PartialWord { Same = "same", Fp32 = "fp32", Fp8 = "fp8" }
+    /// Whether calls go on without missing ranks: no; they would; or one is missing.
+    MissingWord { No = "no", Able = "able", One = "one" }
     /// When the router's weights are given.
     WeightsWord { Dispatch = "dispatch", Combine = "combine", None = "none" }
     /// Type of the entries of topk_idx; with ranks a token names ranks, not experts.

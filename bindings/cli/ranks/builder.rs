@@ -4,13 +4,14 @@
 
 use tokenyard::internals::api::FEW_BLOCKS;
 use tokenyard::{
-    AllToAll, AllToAllBuilder, CallFormat, Error, Partial, Placement, Result, RowFormat, Scales, Weights, World,
+    AllToAll, AllToAllBuilder, CallFormat, Error, MissingRanks, Partial, Placement, Result, RowFormat, Scales, Weights,
+    World,
 };
 
 use super::network;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
-use crate::cli::cases::words::{DeviceWord, Mode, PartialWord, PlacementWord, WeightsWord};
+use crate::cli::cases::words::{DeviceWord, MissingWord, Mode, PartialWord, PlacementWord, WeightsWord};
 use crate::cli::usage::Refusal;
 
 /// Format of a case's dispatched rows.
@@ -66,6 +67,11 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     if case.mixed {
         builder = builder.room_for(call_format(&case.other())?);
     }
+    builder = builder.missing_ranks(match case.missing {
+        MissingWord::No => MissingRanks::Fatal,
+        MissingWord::Able => MissingRanks::MaskedAtDeadline,
+        MissingWord::One => MissingRanks::Masked,
+    });
     if let Some(sms) = case.sms {
         builder = builder.sms(sms as u32);
     }

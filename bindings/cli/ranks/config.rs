@@ -22,8 +22,8 @@ use crate::cli::cases::links::Link;
 use crate::cli::cases::presets;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{
-    ArenaWord, Check, DeviceWord, IndexWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord,
-    WeightsWord, Word, WorldMode,
+    ArenaWord, Check, DeviceWord, IndexWord, Launch, LayoutWord, MissingWord, Mode, NetworkWord, PartialWord,
+    TransportWord, WeightsWord, Word, WorldMode,
 };
 use crate::cli::files::check_outputs;
 use crate::cli::out::Out;
@@ -150,6 +150,7 @@ impl Config {
         add(case.compact_handles, "--compact-handles".to_string());
         add(case.again, "--replay".to_string());
         add(case.mixed, "--mixed".to_string());
+        add(case.missing != MissingWord::No, format!("--missing {}", case.missing.name()));
         add(case.payload > 0, format!("--payload {}", case.payload));
         add(case.gathered, "--gather".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
@@ -231,6 +232,7 @@ impl Config {
             compact_handles: args.compact_handles,
             again: args.replay,
             mixed: args.mixed,
+            missing: or_default(args.missing, MissingWord::No),
             payload: args.payload.unwrap_or(0),
             gathered: args.gather,
             call_top_k: args.call_top_k,

@@ -16,7 +16,9 @@ use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, expec
 #[derive(Debug, Clone, Default)]
 pub struct Planned {
     /// The reference's view of the fault.
-    pub faults: Faults,
+    faults: Faults,
+    /// By rank: which ranks are missing from its calls.
+    missing: Vec<Vec<bool>>,
     /// The rank whose output is too small.
     overflow: Option<Overflow>,
     /// Room that this rank's output has if it is to fit exactly.
@@ -62,20 +64,27 @@ impl Planned {
         // An iteration that is not the last.
         let at = dice.below(case.iters.saturating_sub(1));
         let first = dice.below(case.world);
+        let missing: Vec<_> = (0..case.world).map(|rank| case.missing_from(rank)).collect();
         if iteration != at {
-            return Planned::default();
+            return Planned { missing, ..Planned::default() };
         }
         let ranks = (0..case.world).map(|i| (first + i) % case.world);
-        match case.fault {
+        let planned = match case.fault {
             FaultWord::None | FaultWord::Forged => Planned::default(),
             FaultWord::Routing => spoil(case, spec, sources, ranks, &mut dice),
             FaultWord::Overflow => shrink(case, spec, sources, ranks, &mut dice),
-        }
+        };
+        Planned { missing, ..planned }
+    }
+
+    /// The reference's view of what a rank's calls lack.
+    pub fn faults_of(&self, rank: usize) -> Faults {
+        with_missing(&self.faults, &self.missing[rank])
     }
 
     /// Has the output of `rank` fit exactly, unless it is to be too small. `sources` are those of all ranks.
     pub fn fit(&mut self, spec: &Spec, sources: &[SourceRank], rank: usize) {
-        self.exact = Some(expected_dispatch(spec, sources, &self.faults, rank).needed);
+        self.exact = Some(expected_dispatch(spec, sources, &self.faults_of(rank), rank).needed);
     }
 
     /// Whether the output of `rank` has the room that it needs.
@@ -109,12 +118,21 @@ impl Planned {
             if full == rank {
                 kinds.push(Kind::Capacity { needed: needed as u64, given: given as u64 });
             }
-            if sends_to(spec, &sources[rank], full) {
+            if sends_to(spec, &sources[rank], full) && !self.missing[rank][full] {
                 kinds.push(Kind::Incomplete { peer: full });
             }
         }
         kinds
     }
+}
+
+/// Faults, and ranks that send nothing and add nothing.
+fn with_missing(faults: &Faults, missing: &[bool]) -> Faults {
+    let either = |faulty: &[bool]| {
+        let of = |(rank, missing): (usize, &bool)| *missing || faulty.get(rank).copied().unwrap_or(false);
+        missing.iter().enumerate().map(of).collect()
+    };
+    Faults { silent: either(&faults.silent), overflowed: either(&faults.overflowed) }
 }
 
 /// Compares the refusing ranks that a context has reported so far (`seen`, each with the epoch of its dispatch) with
@@ -193,13 +211,14 @@ fn shrink(
         return Planned::default();
     }
     for rank in ranks {
-        let needed = expected_dispatch(spec, sources, &Faults::default(), rank).needed;
+        let missing = with_missing(&Faults::default(), &case.missing_from(rank));
+        let needed = expected_dispatch(spec, sources, &missing, rank).needed;
         if needed > 0 {
             // Mostly one row too few.
             let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
             let overflowed = (0..case.world).map(|r| r == rank).collect();
             let faults = Faults { overflowed, ..Faults::default() };
-            return Planned { faults, overflow: Some(Overflow { rank, needed, given }), exact: None };
+            return Planned { faults, overflow: Some(Overflow { rank, needed, given }), ..Planned::default() };
         }
     }
     Planned::default()

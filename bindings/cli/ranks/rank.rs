@@ -6,7 +6,9 @@
 
 use std::collections::BTreeSet;
 
-use tokenyard::{AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Error, Event, Proxy, Result, Stream, World};
+use tokenyard::{
+    AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Error, Event, Proxy, Rank, Result, Stream, World,
+};
 
 use super::buffers::POISON;
 use super::builder::builder;
@@ -297,13 +299,15 @@ impl<'a> RankRun<'a> {
         errors: Vec<Error>,
         result: &mut RankResult,
     ) -> Result<()> {
+        // Those that are missing here refuse nothing here.
+        let missing = self.job.case.missing_from(self.rank);
         if matches!(self.job.case.fault, FaultWord::None | FaultWord::Forged) {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
         let planned: Vec<(&Planned, &[SourceRank])> =
             drawn.iter().map(|each| (&each.planned, each.sources.as_slice())).collect();
         let mut report = check_errors(&planned, &self.sides[side].spec, self.rank, &errors);
-        self.refusing.extend(drawn.iter().flat_map(|each| each.planned.refusing()));
+        self.refusing.extend(drawn.iter().flat_map(|each| each.planned.refusing()).filter(|rank| !missing[*rank]));
         report.merge(check_refused(&self.refusing, self.rank, &self.caller.ep.refused_sources()));
         let verdict = &mut result.verdict;
         verdict.overflows += errors.iter().filter(|e| matches!(e, Error::Capacity { .. })).count() as u64;
@@ -330,7 +334,7 @@ impl<'a> RankRun<'a> {
         first: Option<&FirstCounts>,
     ) -> Result<(Report, Vec<String>)> {
         let Side { case, spec, .. } = &self.sides[side];
-        let Drawn { sources, planned: Planned { faults, .. }, .. } = each;
+        let (Drawn { sources, .. }, faults) = (each, &each.planned.faults_of(self.rank));
         let scales = case.quantize.then(|| case.reference_scales());
         let (rank, rows) = (self.rank, Made { inputs: each.inputs, quantized: scales });
         let spec = each.planned.spec(case, spec, rank);
@@ -426,5 +430,9 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         let room = device.multiprocessors().saturating_sub(SPARE_MULTIPROCESSORS) / sharers as u32;
         builder = builder.sms(room.saturating_sub(nic).max(2));
     }
-    builder.build()
+    let ep = builder.build()?;
+    for rank in case.missing_from(world.rank().index()).iter().zip(0..).filter(|(missing, _)| **missing) {
+        ep.mask_rank(Rank(rank.1))?;
+    }
+    Ok(ep)
 }

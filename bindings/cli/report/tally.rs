@@ -10,10 +10,12 @@ use tokenyard::internals::base::Dtype;
 use super::table::table;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
-use crate::cli::cases::words::{IndexWord, LayoutWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word};
+use crate::cli::cases::words::{
+    IndexWord, LayoutWord, MissingWord, Mode, OrderWord, PartialWord, SUMMED, WeightsWord, Word,
+};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 17] = [
+const DIMENSIONS: [&str; 18] = [
     "dtype",
     "scales",
     "combine",
@@ -31,6 +33,7 @@ const DIMENSIONS: [&str; 17] = [
     "again",
     "mixed",
     "payload",
+    "missing",
 ];
 /// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, and
 /// rows go by earlier handles.
@@ -77,6 +80,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
+        17 => names(MissingWord::ALL),
         16 => vec![NO_YES[0], SUMS, GATHERED],
         _ => vec![ONE, EVEN, UNEVEN],
     }
@@ -117,6 +121,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         NO_YES[usize::from(case.again)],
         NO_YES[usize::from(case.mixed)],
         payload_of(case),
+        case.missing.name(),
     ]
 }
 
@@ -147,6 +152,9 @@ fn must_be_refused(pair: &Pair) -> bool {
         ("scales", "quantize") => pair.1 == "none" && pair.3 == "yes",
         ("layout", "payload") => has("token") && has(GATHERED),
         ("partial", "payload") => pair.1 != "same" && pair.3 != "no",
+        ("partial", "missing") => pair.1 != "same" && pair.3 != "no",
+        ("nodes", "missing") => pair.1 != ONE && pair.3 != "no",
+        ("again" | "payload", "missing") => pair.1 != "no" && pair.3 != "no",
         _ => false,
     }
 }
@@ -224,7 +232,7 @@ mod tests {
         let (twos, threes) = (7, DIMENSIONS.len() - 9);
         let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
-        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1 + 1 + 4);
+        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1 + 1 + 4 + 4 + 4 + 2 + 4);
     }
 
     #[test]

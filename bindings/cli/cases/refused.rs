@@ -1,0 +1,113 @@
+//! What goes with what: fields of a case that the library refuses by design, and those that exclude each other.
+//!
+//! Before the data path; pure functions on any thread.
+
+use super::case::{Case, MAX_IN_PLACE_RANKS, MAX_PAYLOAD, SCALE_COLUMNS};
+use super::inputs::ScaleKind;
+use super::words::{FaultWord, LayoutWord, MissingWord, OrderWord, PartialWord, WeightsWord};
+use tokenyard::internals::base::Dtype;
+
+impl Case {
+    /// The field of this case that the library refuses by design, as its error names it.
+    pub fn refused_by_design(&self) -> Option<&'static str> {
+        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
+            Some("scales")
+        } else if self.payload > 0 && self.partial != PartialWord::Same {
+            Some("payload_words")
+        } else if self.missing != MissingWord::No && self.builds_no_missing() {
+            Some("missing_ranks")
+        } else if self.quantize && self.scales == ScaleKind::None {
+            Some("quantize")
+        } else if self.partial == PartialWord::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
+            Some("hidden")
+        } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
+            Some("layout")
+        } else if self.missing != MissingWord::No && self.again {
+            Some("missing_ranks")
+        } else if self.gathered && self.layout == LayoutWord::Token {
+            Some("gathered")
+        } else {
+            None
+        }
+    }
+
+    /// This case without the fields refused by design: the rest must still be usable.
+    #[must_use]
+    pub fn without_refused(&self) -> Case {
+        let mut case = self.clone();
+        while let Some(field) = case.refused_by_design() {
+            match field {
+                "scales" => case.scales = ScaleKind::None,
+                "quantize" => case.quantize = false,
+                "hidden" => case.partial = PartialWord::Same,
+                "payload_words" => (case.payload, case.gathered) = (0, false),
+                "gathered" => case.gathered = false,
+                "missing_ranks" => case.missing = MissingWord::No,
+                _ => case.weights = WeightsWord::Dispatch,
+            }
+        }
+        case
+    }
+
+    /// Why this case cannot have in-place output, if there is a reason.
+    pub fn why_not_in_place(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.layout != LayoutWord::Contiguous, "its layout is contiguous"),
+            (self.several_nodes(), "it is for worlds of one node"),
+            (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
+            (self.quantize, "rows that are quantised have none"),
+            (self.mode.is_split(), "a dispatch to it has no halves"),
+            (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one round"),
+            (self.scale_order != OrderWord::Row, "its scales are row by row"),
+            (self.ahead > 1, "the next dispatch overwrites it"),
+            (self.gap > 0, "its rows lie side by side"),
+            (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
+            (self.again, "its handles do not have the places of rows"),
+            (self.mixed, "its calls are of one format"),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+    }
+
+    /// Whether the library builds no context of such a case that goes on without missing ranks.
+    fn builds_no_missing(&self) -> bool {
+        self.several_nodes() || self.partial != PartialWord::Same || self.payload > 0
+    }
+
+    /// Why calls of this case do not go on without missing ranks, if there is a reason.
+    pub fn why_nobody_is_missing(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.several_nodes(), "it is for worlds of one node"),
+            (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
+            (self.partial != PartialWord::Same, "partial rows are of the combine dtype"),
+            (self.payload > 0, "its sums have no payload"),
+            (self.in_place, "its output is not in place"),
+            (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "its calls go in one round"),
+            (self.again, "its handles do not serve again"),
+            (self.accumulate, "sums may have to be made again"),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds && self.missing != MissingWord::No).map(|(_, why)| why)
+    }
+
+    /// The ranks that are missing from a rank's calls: the last one, and from the last one's all others.
+    pub fn missing_from(&self, rank: usize) -> Vec<bool> {
+        let apart = |rank: usize| self.missing == MissingWord::One && rank + 1 == self.world;
+        (0..self.world).map(|other| apart(other) != apart(rank)).collect()
+    }
+
+    /// Why this case cannot have such a payload, if there is a reason.
+    pub fn why_no_payload(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.payload == 0 && self.gathered, "words are gathered where there are some; give --payload"),
+            (self.payload_words() as u64 > MAX_PAYLOAD, "a token's payload has at most 4096 words; give fewer"),
+            (
+                self.payload > 0 && self.partial != PartialWord::Same,
+                "partial rows with a payload are of the combine dtype; leave it out",
+            ),
+            (
+                self.gathered && self.layout == LayoutWord::Token,
+                "a row of the token layout is of several choices; leave --gather out",
+            ),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+    }
+}
