@@ -51,7 +51,7 @@ FIGURES=(decode prefill modes shapes sweep)
 SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
-  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
+  [checks]=585 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
   [libfabric]=240 [sanitizer]=480
 )
 
@@ -164,6 +164,7 @@ section_checks() {
     again::what_cannot --test-threads=1
   check formats env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" one_context::calls_of one_context::any_number \
     one_context::a_format --test-threads=1
+  check missing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" missing:: --test-threads=1
   check payload env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" payload:: --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
   check overlap "$dir/calls" overlap::graphs_of_another_library
@@ -219,6 +220,7 @@ section_modes() {
   figure "decode-weights-$ranks" "${decode[@]}" --weights combine
   figure "decode-quantize-$ranks" "${decode[@]}" --quantize
   figure "decode-mixed-$ranks" "${decode[@]}" --mixed
+  figure "decode-missing-$ranks" "${decode[@]}" --missing able
   figure "decode-payload-$ranks" "${decode[@]}" --payload 1
   figure "decode-gathered-$ranks" "${decode[@]}" --payload 1 --gather
   figure "decode-partial-fp8-$ranks" --world "$ranks" --tokens 1,16,128 --partial fp8

@@ -60,11 +60,13 @@ struct Blow {
     nodes: &'static str,
     /// What carries bytes between nodes.
     network: &'static str,
+    /// Whether calls go on without the victim.
+    tolerant: bool,
 }
 
 impl Blow {
     fn at(point: Point, victim: usize) -> Blow {
-        Blow { point, victim, delay: Duration::ZERO, nodes: "3", network: life::SIMULATED }
+        Blow { point, victim, delay: Duration::ZERO, nodes: "3", network: life::SIMULATED, tolerant: false }
     }
 
     fn joining(self) -> Duration {
@@ -91,6 +93,9 @@ impl Process {
         let mut command = Command::new(std::env::current_exe().unwrap());
         if blow.network == "efa" {
             command.env(libfabric_sys::VARIABLE, double::efa().unwrap());
+        }
+        if blow.tolerant {
+            command.env(life::TOLERANT, "1");
         }
         let mut child = command
             .args(["kills::rank", "--exact", "--nocapture", "--test-threads=1"])
@@ -350,6 +355,31 @@ fn a_death_at_any_moment_of_a_round() {
     }
 }
 
+/// Of processes whose calls go on without missing ranks.
+#[test]
+fn survivors_play_on_without_the_dead_and_then_form_a_generation() {
+    let at = [AfterBuild, AfterDispatchSend, AfterDispatch, AfterCombineSend, AfterRound, BeforeBarrier];
+    for seed in 0..runs(12) {
+        let point = at.get(seed as usize).copied().unwrap_or(Whenever);
+        let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let (victim, delay) = (seed as usize % RANKS, Duration::from_micros(random % 50_000));
+        let mut team = Team::start(Blow { tolerant: true, delay, ..Blow::at(point, victim) });
+        if point == Whenever {
+            team.wait_for("play", |process| process.value_of("up").is_some());
+            std::thread::sleep(delay);
+            team.processes[victim].child.kill().unwrap();
+        }
+        team.wait_for("ended", Process::ended);
+        let transcript = team.transcript();
+        for (rank, process) in team.processes.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
+            let (status, _) = process.ended.unwrap();
+            process.readers.drain(..).for_each(|reader| reader.join().unwrap());
+            let well = status.success() && process.value_of("went on").is_some();
+            assert!(well, "{point:?}, after {delay:?}, rank {rank}: {status}; {transcript}");
+        }
+    }
+}
+
 /// How many deaths at random points are tried: so many, or as TOKENYARD_KILL_RUNS says.
 fn runs(usual: u64) -> u64 {
     std::env::var("TOKENYARD_KILL_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(usual)
@@ -406,7 +436,7 @@ fn die_anywhere(network: &'static str, runs: u64) {
         let nodes = ["1,2", "2,1", "1,1,1", "3"][(random % 4) as usize];
         let victim = (random / 4 % 3) as usize;
         let delay = Duration::from_micros(random % 50_000);
-        let blow = Blow { point, victim, delay, nodes, network };
+        let blow = Blow { nodes, network, delay, ..Blow::at(point, victim) };
         let mut team = Team::start(blow);
         if point == Whenever {
             team.wait_for("play", |process| process.value_of("up").is_some());

@@ -82,6 +82,8 @@ struct Member {
     source: DeviceBuffer,
     token_experts: DeviceBuffer,
     token_weights: DeviceBuffer,
+    /// For the mask: an allocation waits for what runs on a GPU, which may wait for this rank.
+    spare: DeviceBuffer,
     capacity: usize,
     weights: Weights,
 }
@@ -96,8 +98,8 @@ impl Member {
         let (rows, row_expert, source) = (alloc(most * ROW), alloc(4 * most), alloc(8 * most));
         let (token_experts, token_weights) = (alloc(4 * most * TOP_K), alloc(4 * most * TOP_K));
         world.barrier("outputs").unwrap();
-        let (ranks, weights) = (world.size(), Weights::Dispatch);
-        Member { rig, ranks, rows, row_expert, source, token_experts, token_weights, capacity, weights }
+        let (ranks, weights, spare) = (world.size(), Weights::Dispatch, alloc(4 * world.size()));
+        Member { rig, ranks, rows, row_expert, source, token_experts, token_weights, spare, capacity, weights }
     }
 
     fn late(self) -> Member {
@@ -276,10 +278,9 @@ impl Member {
 
     fn mask(&self) -> Vec<i32> {
         let view = self.rig.ep.rank_mask().unwrap();
-        let copy = self.rig.ep.device().alloc(4 * self.ranks).unwrap();
-        self.rig.stream.copy(&copy.view(), &view).unwrap();
+        self.rig.stream.copy(&self.spare.view(), &view).unwrap();
         self.rig.stream.synchronize(PATIENCE).unwrap();
-        words(&copy)
+        words(&self.spare)
     }
 }
 
@@ -330,10 +331,8 @@ fn a_masked_rank_gets_nothing_is_awaited_by_nobody_and_adds_nothing() {
                     2 => return,
                     0 => ep.mask_rank(Rank(2)).unwrap(),
                     _ => {
-                        let ones = ep.device().alloc(16).unwrap();
-                        ones.write(0, &[0, 1].map(|_| 0i32.to_ne_bytes()).concat()).unwrap();
-                        ones.write(8, &[-7i32, 0].map(i32::to_ne_bytes).concat()).unwrap();
-                        stream.copy(&ep.rank_mask().unwrap(), &ones.view()).unwrap();
+                        member.spare.write(0, &[0i32, 0, -7, 0].map(i32::to_ne_bytes).concat()).unwrap();
+                        stream.copy(&ep.rank_mask().unwrap(), &member.spare.view()).unwrap();
                     }
                 }
                 let without = all_but(4, &[2], Came::Not);
@@ -341,10 +340,9 @@ fn a_masked_rank_gets_nothing_is_awaited_by_nobody_and_adds_nothing() {
                 ep.barrier(stream).unwrap();
                 stream.synchronize(PATIENCE).unwrap();
                 // Nobody unmasks a rank, and nobody masks himself.
-                let zeros = ep.device().alloc(16).unwrap();
-                zeros.fill(0).unwrap();
-                zeros.write(4 * rank, &1i32.to_ne_bytes()).unwrap();
-                stream.copy(&ep.rank_mask().unwrap(), &zeros.view()).unwrap();
+                member.spare.fill(0).unwrap();
+                member.spare.write(4 * rank, &1i32.to_ne_bytes()).unwrap();
+                stream.copy(&ep.rank_mask().unwrap(), &member.spare.view()).unwrap();
                 good_rounds(&member, 18..24, &without);
                 assert_eq!(ep.silent_ranks(), [], "rank {rank}");
             });

@@ -18,6 +18,9 @@ pub const VICTIM: &str = "TOKENYARD_TEST_KILL_VICTIM";
 /// How long after the start of its build a victim dies, in microseconds.
 pub const DELAY: &str = "TOKENYARD_TEST_KILL_DELAY_US";
 
+/// Set where calls go on without the dead.
+pub const TOLERANT: &str = "TOKENYARD_TEST_KILL_TOLERANT";
+
 /// What carries bytes between nodes: one of these, or a provider of libfabric.
 pub const NETWORK: &str = "TOKENYARD_TEST_KILL_NETWORK";
 pub const SIMULATED: &str = "simulated";
@@ -85,7 +88,11 @@ struct Fate {
     victim: usize,
     rank: usize,
     delay: Duration,
+    tolerant: bool,
 }
+
+/// Rounds that survivors play without the victim.
+const ROUNDS_WITHOUT: usize = 12;
 
 fn setting(name: &str) -> usize {
     std::env::var(name).unwrap().parse().unwrap()
@@ -117,6 +124,7 @@ pub fn live() {
         victim: setting(VICTIM),
         rank: setting("RANK"),
         delay: Duration::from_micros(setting(DELAY) as u64),
+        tolerant: std::env::var_os(TOLERANT).is_some(),
     };
     // The test harness may have begun a line.
     println!();
@@ -151,12 +159,15 @@ impl Fate {
         let device = test_device(&world);
         let start = Instant::now();
         let proxy = (world.nodes().len() > 1).then(|| proxy(&world));
-        let rig = match build(&world, device.clone(), proxy.as_ref()) {
+        let rig = match build(&world, device.clone(), proxy.as_ref(), self.tolerant) {
             Ok(rig) => rig,
             Err(error) => return print_error(&error, start),
         };
         if self.dies_at(AfterBuild) {
             die();
+        }
+        if self.tolerant {
+            return self.play_on(&world, device, rig);
         }
         let mut number = 1;
         let error = loop {
@@ -177,6 +188,37 @@ impl Fate {
         }
     }
 
+    /// Plays on without the victim, then in a generation without it.
+    fn play_on(&self, world: &World, device: Device, rig: Rig) {
+        let (mut number, mut without) = (1, 0);
+        while without < ROUNDS_WITHOUT {
+            without += usize::from(!rig.ep.silent_ranks().is_empty());
+            self.round(&rig, number).unwrap();
+            if number == 3 {
+                print_line("up");
+            }
+            number += 1;
+        }
+        let silent: Vec<usize> = rig.ep.silent_ranks().iter().map(|silent| silent.rank.index()).collect();
+        assert_eq!(silent, [self.victim]);
+        drop(rig);
+        go_on_without(world, device, None, Rank(self.victim as u32)).unwrap();
+        print_line("went on");
+    }
+
+    /// The sums have what the victim's experts add, or none of them has; none once the victim is masked.
+    fn check_sums(&self, rig: &Rig, choices: &[[i32; TOP_K]], number: usize, masked: bool) {
+        let placement = rig.ep.placement();
+        let of_victim = |expert: &i32| placement.rank_of(*expert as usize) == Some(self.victim as u32);
+        let wanted = |with: bool| -> Vec<Vec<u8>> {
+            let there = |experts: &[i32; TOP_K]| experts.iter().filter(|expert| with || !of_victim(expert)).count();
+            let of = |(token, experts)| rig.scaled_row(token, number, 0.5 * there(experts) as f32);
+            choices.iter().enumerate().map(of).collect()
+        };
+        let seen: Vec<Vec<u8>> = (0..MAX_TOKENS).map(|token| rig.sum(token)).collect();
+        assert!(seen == wanted(false) || (seen == wanted(true) && !masked), "round {number}, masked: {masked}");
+    }
+
     /// The victim dies here, in its last round, when its stream is empty.
     fn pass(&self, rig: &Rig, point: Point, number: usize) {
         if self.dies_at(point) && number == FATAL_ROUND {
@@ -191,6 +233,7 @@ impl Fate {
         let choice = |token: usize| (rig.rank + token * 3 + number) % EXPERTS;
         let choices: Vec<_> =
             (0..MAX_TOKENS).map(|t| [choice(t) as i32, ((choice(t) + 1 + t) % EXPERTS) as i32]).collect();
+        let masked = !rig.ep.silent_ranks().is_empty();
         rig.route(&choices, number);
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
         let (rows, combined) = (rig.expert_rows(), rig.combined());
@@ -208,7 +251,11 @@ impl Fate {
         }
         rig.stream.synchronize(PATIENCE * own_slowness())?;
         rig.ep.check()?;
-        rig.expect_own_rows(MAX_TOKENS, number);
+        if self.tolerant {
+            self.check_sums(rig, &choices, number, masked);
+        } else {
+            rig.expect_own_rows(MAX_TOKENS, number);
+        }
         self.pass(rig, AfterRound, number);
         self.pass(rig, AfterRoundWhileOneIsLate, number);
         let late = self.point == AfterRoundWhileOneIsLate && self.rank == (self.victim + 1) % setting("WORLD_SIZE");
@@ -257,9 +304,13 @@ fn go_on(world: &World, device: Device, proxy: Option<&Proxy>, error: &Error) ->
         Error::PeerLost { peer, .. } | Error::Timeout { peer, .. } => *peer,
         other => return Err(other.clone()),
     };
+    go_on_without(world, device, proxy, lost)
+}
+
+fn go_on_without(world: &World, device: Device, proxy: Option<&Proxy>, lost: Rank) -> Result<()> {
     let members: Vec<Rank> = world.members().iter().copied().filter(|member| *member != lost).collect();
     let world = world.regroup(world.generation() + 1, &members)?;
-    let rig = build(&world, device, proxy)?;
+    let rig = build(&world, device, proxy, false)?;
     let placement = rig.ep.placement().clone();
     for salt in 0..4 {
         let choices: [[i32; TOP_K]; MAX_TOKENS] = std::array::from_fn(|token| {
@@ -277,8 +328,11 @@ fn go_on(world: &World, device: Device, proxy: Option<&Proxy>, error: &Error) ->
 }
 
 /// A rig whose building may fail.
-fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
+fn build(world: &World, device: Device, proxy: Option<&Proxy>, tolerant: bool) -> Result<Rig> {
     let mut builder = builder(world, &device).timeout(DEADLINE * own_slowness());
+    if tolerant {
+        builder = builder.missing_ranks(MissingRanks::MaskedAtDeadline);
+    }
     if let Some(proxy) = proxy {
         // Where the network reaches them on GPUs, too.
         builder = builder.proxy(proxy).tuning(|t| {
