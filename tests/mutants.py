@@ -208,7 +208,7 @@ MUTANTS = [
     ("lanes past a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
-    ("partial rows not waited for", PARTIAL, "bool here = !is_masked(c, world_rank(c, rank)) &&", "bool here = true ||"),
+    ("partial rows not waited for", PARTIAL, "bool here = wait_tag(c, tag, epoch, TY_SITE_PARTIAL,", "bool here = true || wait_tag(c, tag, epoch, TY_SITE_PARTIAL,"),
     ("weight of the wrong choice", PARTIAL, "load(weights_of(a, call, source, token) + k)", "load(weights_of(a, call, source, token) + c.top_k - 1 - k)"),
     ("a missing choice summed", PARTIAL, "  u32 here = warp_ballot(row >= 0);", "  if (k < c.top_k && row < 0) row = 0;\n  u32 here = warp_ballot(row >= 0);"),
     ("old value forgotten when accumulating", COMBINE, "add_to(old, sums[i]);", "old = sums[i];"),

@@ -203,14 +203,17 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
 }
 
 // Where ranks may be absent: sums the tokens of ranks whose partial rows did not all come again, without those ranks,
-// once all other blocks have ended. By a whole block; `ended`: as is_last_block's.
+// once all other blocks have ended; rows of the others are all here. By a whole block; `ended`: as is_last_block's.
 template <typename Partial>
 TY_DEVICE void sum_without_dropped(const CombineArgs auto &a, const Round &round, u64 ended) {
   const auto &c = a.context;
   if (!is_last_block(c, TY_DIRECTION_COMBINE, ended)) return;
   CombineShared &shared = block_shared<CombineShared>();
-  u64 dropped = warp_ballot(lane_index() < c.node_ranks &&
-                            is_dropped(c, TY_DIRECTION_COMBINE, round.epoch, world_rank(c, lane_index())));
+  u32 found = warp_ballot(lane_index() < c.node_ranks &&
+                          is_dropped(c, TY_DIRECTION_COMBINE, round.epoch, world_rank(c, lane_index())));
+  if (thread_index() == 0) store(&shared.dropped, found);
+  block_barrier();
+  u64 dropped = load(&shared.dropped);
   if (dropped == 0 || load(&head_of(a)->own_bad)) return;
   Terms &terms = shared.terms[warp_index()];
   u64 out = missing_ranks(c, shared) | absent_ranks(c, shared) | dropped;
@@ -332,6 +335,7 @@ template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combin
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
   if (handle_may_change(c) && thread_index() == 0) keep_head(a);
+  keep_masked(c);
   u64 epoch = begin_launch(c, progress, TY_DIRECTION_COMBINE, a.phases, a.round, a.handle.call);
   if (handle_may_change(c)) handle_state = load(&head_of(a)->state);
   // The memory may hold what an earlier handle's dispatch left there, if this handle's dispatch never ran.

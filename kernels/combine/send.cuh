@@ -55,6 +55,7 @@ struct CombineShared {
   LaunchShared launch;
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
   u32 absent;                                    // ranks that take no part in the call: see absent_ranks
+  u32 dropped;                                   // ranks whose partial rows did not all come
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
@@ -138,9 +139,11 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
 // Waits for a rank's flag, unless the rank takes no part in the call: that is decided here at the latest. By a thread.
 // False also once the context is closed.
 TY_DEVICE bool flag_comes(const Context auto &c, const u64 *flag, u64 epoch, u32 rank) {
-  bool here = !is_masked(c, rank) && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
+  u32 *decided = part_word(c, TY_DIRECTION_COMBINE, rank), seen = load_relaxed_gpu(decided);
+  bool here =
+      ((masked_ranks(c) >> rank) & 1) == 0 && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
   if (!here && is_closed(c)) return false;
-  Part part = decide_part(c, TY_DIRECTION_COMBINE, epoch, rank, here ? Part::present : Part::absent);
+  Part part = decide_part(decided, seen, epoch, here ? Part::present : Part::absent);
   if (part == Part::absent || here) return part == Part::present;
   // Another block has seen it.
   return wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, c.rank, "combine flag");
@@ -162,6 +165,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
       failed |= !comes && is_closed(c);
       u32 absent = warp_ballot(!comes);
       if (lane_index() == 0) store(&shared.absent, absent);
+      if (!comes) waits.add(world_rank(c, rank));
     }
     if (rank < c.node_ranks && comes) {
       if (!tolerates_absence(c))
@@ -213,7 +217,7 @@ TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) 
   u32 status = combine_status(a);
   // N3: acquired by wait_flags.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    if (!is_masked(c, world_rank(c, rank)))
+    if (!tolerates_absence(c) || ((masked_ranks(c) >> rank) & 1) == 0)
       store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
 }
 
@@ -224,7 +228,7 @@ TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 cal
   const auto &c = a.context;
   for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
     float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, call, source);
-    bool gone = is_masked(c, world_rank(c, rank));
+    bool gone = ((masked_ranks(c) >> rank) & 1) != 0;
     for (u32 i = team_thread(team); !gone && i < count * c.top_k; i += team_threads(team))
       store(ahead + i, load(row(i / c.top_k) + i % c.top_k));
     team_barrier(team);
@@ -664,7 +668,7 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
-  if (masked_for_warp(c, source)) return true;
+  if (tolerates_absence(c) && ((masked_ranks(c) >> source) & 1) != 0) return true;
   if (!wait_weights(c, call, source)) return tolerates_absence(c) && !closed_for_warp(c);
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
@@ -791,8 +795,7 @@ TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 ep
           reinterpret_cast<u64>(rows + place * c.partial_bytes));
     if (ll_rows<inter_node>(c)) continue;
     const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
-    bool here = !is_masked(c, world_rank(c, rank)) &&
-                wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+    bool here = wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
     // The token is summed again without the rank, when all else is done.
     bool dropped = tolerates_absence(c) && !here && !is_closed(c);
     if (dropped) drop_rank(c, TY_DIRECTION_COMBINE, epoch, world_rank(c, rank));

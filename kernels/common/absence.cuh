@@ -11,26 +11,45 @@ TY_DEVICE bool is_closed(const Context auto &c) { return load_relaxed_gpu(&state
 
 // ---- masked ranks ------------------------------------------------------------------------------------------------
 
-// Masks a rank for good: whatever the caller's tensor holds afterwards.
-TY_DEVICE void mask_rank(const Context auto &c, u32 rank) { store_relaxed_gpu(&absence_of(c, rank)->masked, 1u); }
+// What a rank shows another of the node, in the other's arena.
+struct Sign {
+  u64 count;  // of signs of life, modulo 2^16
+  u64 masked; // 1: it has masked the other
+};
 
-// Whether a rank of the world gets nothing and is waited for by nobody here. Once true, true for good.
+TY_DEVICE Sign *sign_of(const Context auto &c, u32 owner, u32 from) {
+  return in_arena<Sign>(c, owner, c.regions.signs, 0, from);
+}
+
+// Masks a rank for good, whatever the caller's tensor holds afterwards, and lets it know.
+TY_DEVICE void mask_rank(const Context auto &c, u32 rank) {
+  store_relaxed_gpu(&absence_of(c, rank)->masked, 1u);
+  store_relaxed_gpu(pointer<u32>(c.mask) + rank, 1u);
+  store_relaxed_sys(&sign_of(c, rank, c.local)->masked, u64{1});
+}
+
+// Whether a rank of the world gets nothing and is waited for by nobody here. Once true, true for good. A rank that has
+// masked this one sends it nothing, and is masked, too.
 TY_DEVICE bool is_masked(const Context auto &c, u32 rank) {
   if (!tolerates_absence(c) || rank == c.rank) return false;
-  if (load_relaxed_gpu(&absence_of(c, rank)->masked) != 0) return true;
-  if (load_relaxed_gpu(pointer<const u32>(c.mask) + rank) == 0) return false;
-  mask_rank(c, rank);
-  return true;
+  u32 masked = load_relaxed_gpu(&absence_of(c, rank)->masked);
+  u32 by_caller = load_relaxed_gpu(pointer<const u32>(c.mask) + rank);
+  u64 by_itself = load_relaxed_sys(&sign_of(c, c.local, rank)->masked);
+  bool now = masked == 0 && (by_caller != 0 || by_itself != 0);
+  if (now) mask_rank(c, rank);
+  return now || masked != 0;
 }
 
-// Likewise, one value for all lanes. By a warp.
-TY_DEVICE bool masked_for_warp(const Context auto &c, u32 rank) {
-  return tolerates_absence(c) && warp_ballot(lane_index() == 0 && is_masked(c, rank)) != 0;
+// Keeps which ranks of the node are masked as a launch begins. By a whole block, which meets afterwards.
+TY_DEVICE void keep_masked(const Context auto &c) {
+  if (!tolerates_absence(c) || warp_index() != 0) return;
+  u32 masked = warp_ballot(lane_index() < c.node_ranks && is_masked(c, lane_index()));
+  if (lane_index() == 0) store(&block_shared<LaunchShared>().masked, masked);
 }
 
-// The masked ranks of the node, a bit each. By a warp.
+// The ranks of the node that get nothing of this launch, a bit each: one answer for all threads of a block.
 TY_DEVICE u64 masked_ranks(const Context auto &c) {
-  return tolerates_absence(c) ? warp_ballot(lane_index() < c.node_ranks && is_masked(c, lane_index())) : 0;
+  return tolerates_absence(c) ? load(&block_shared<LaunchShared>().masked) : 0;
 }
 
 // Whether the context is closed, one value for all lanes. By a warp.
@@ -42,11 +61,14 @@ TY_DEVICE bool closed_for_warp(const Context auto &c) { return warp_ballot(lane_
 // whoever decides first. The word is {epoch, 30 bits; part, 2 bits}, and each epoch writes that of every rank.
 enum class Part : u32 { present = 1, absent };
 
-// Decides, unless that is done; returns what was decided.
-TY_DEVICE Part decide_part(const Context auto &c, u32 direction, u64 epoch, u32 rank, Part part) {
-  u32 *word = &absence_of(c, rank)->decided[direction];
-  u32 seen = load_relaxed_gpu(word), own = static_cast<u32>(epoch) << 2 | static_cast<u32>(part);
-  if ((seen ^ own) >= 4) {
+TY_DEVICE u32 *part_word(const Context auto &c, u32 direction, u32 rank) {
+  return &absence_of(c, rank)->decided[direction];
+}
+
+// Decides, unless that is done; returns what was decided. `seen`: the word, loaded in this launch.
+TY_DEVICE Part decide_part(u32 *word, u32 seen, u64 epoch, Part part) {
+  u32 own = static_cast<u32>(epoch) << 2 | static_cast<u32>(part);
+  if ((seen ^ own) >= 4 || (seen & 3) == 0) {
     // N16: the word is all that is read.
     u32 before = atomic_cas_gpu(word, seen, own);
     if (before == seen) return part;
@@ -93,7 +115,7 @@ TY_DEVICE u32 slot_of_rank(const Context auto &c, u64 ranks, u32 rank) {
 constexpr u32 signs_per_timeout = 8;
 // Signs do not prolong a wait beyond so many deadlines.
 constexpr u32 most_timeouts = 8;
-constexpr u32 tick_bits = 14; // a tick is 16 us
+constexpr u32 tick_bits = 16; // a tick is 66 us
 
 TY_DEVICE u64 ticks(u64 ns) { return (ns >> tick_bits) & ((1ull << 48) - 1); }
 
@@ -111,12 +133,12 @@ TY_DEVICE void show_life(const Context auto &c, u64 now, u64 waited) {
   u64 count = (last + 1) & 0xffff;
   store_relaxed_gpu(own, ticks(now) << 16 | count);
   for (u32 rank = 0; rank < c.node_ranks; ++rank)
-    store_relaxed_sys(in_arena<u64>(c, rank, c.regions.signs, 0, c.local), count);
+    if (!is_masked(c, rank)) store_relaxed_sys(&sign_of(c, rank, c.local)->count, count);
 }
 
 // How long ago a rank gave its last sign of life.
 TY_DEVICE u64 silent_for(const Context auto &c, u32 rank, u64 now) {
-  u64 count = load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.signs, 0, rank)) & 0xffff;
+  u64 count = load_relaxed_sys(&sign_of(c, c.local, rank)->count) & 0xffff;
   u64 *word = &absence_of(c, rank)->last_sign, last_sign = load_relaxed_gpu(word);
   if ((last_sign & 0xffff) == count) return ns_since(last_sign, now);
   store_relaxed_gpu(word, ticks(now) << 16 | count);
@@ -130,9 +152,7 @@ TY_DEVICE bool is_awaited(const Context auto &c, u32 direction, u32 rank, u64 ep
   u64 silent = silent_for(c, rank, now);
   bool overdue = waited > c.timeout_ns && (silent > c.timeout_ns || waited / most_timeouts > c.timeout_ns);
   if (!overdue || !c.masks_silent) return true;
-  // News for the host, and for whoever reads the tensor.
   store_relaxed_sys(pointer<u64>(c.silences) + rank, epoch << 2 | (direction + 1));
-  store_relaxed_gpu(pointer<u32>(c.mask) + rank, 1u);
   mask_rank(c, rank);
   return false;
 }

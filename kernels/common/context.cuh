@@ -67,7 +67,8 @@ struct alignas(16) LaunchShared {
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
   u64 sent, received; // of a guarded launch: as Progress
   u32 closed;
-  i32 found; // of dispatch: the caller's token count
+  i32 found;  // of dispatch: the caller's token count
+  u32 masked; // where ranks may be absent: those of the node that were masked as the launch began, a bit each
 };
 
 // Keeps an error until the launch ends: code that reports it here would be stepped over at every wait of every launch.

@@ -453,6 +453,7 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   if (goes_again(a) && handle_may_change(c) && thread_index() == 0) keep_head(a);
   Teams teams{};
   if (!goes_again(a)) teams = teams_of<inter_node>(a, own_choices(a, found).tokens);
+  keep_masked(c);
   u64 epoch = begin_launch(c, progress, TY_DIRECTION_DISPATCH, a.phases, a.round, a.handle.call);
   if (goes_again(a)) {
     epoch = check_handle(a, progress, epoch);

@@ -40,13 +40,17 @@ TY_DEVICE const u64 *count_word(const Context auto &c, const Round &round, u32 s
 
 // Where ranks may be absent: decides which sources take part in a call, after a team has waited. Those of which another
 // block has all counts do: what this team lacks of them is here by then. Of others no tokens count. By a team, which
-// noted in `shared.absent` of which sources it lacks counts. False once the context is closed.
-TY_DEVICE bool decide_sources(const Context auto &c, const Team &team, PlaceShared &shared, const Round &round) {
+// noted in `shared.absent` of which sources it lacks counts; `seen`: the word of each thread's first source. False once
+// the context is closed.
+TY_DEVICE bool decide_sources(const Context auto &c, const Team &team, PlaceShared &shared, const Round &round,
+                              u32 seen) {
   u32 lacking = load(&shared.absent);
   bool failed = false;
   for (u32 source = team_thread(team); source < c.ranks; source += team_threads(team)) {
     bool lacks = ((lacking >> source) & 1) != 0;
-    Part part = decide_part(c, TY_DIRECTION_DISPATCH, round.call, source, lacks ? Part::absent : Part::present);
+    u32 *decided = part_word(c, TY_DIRECTION_DISPATCH, source);
+    if (source >= team_threads(team)) seen = load_relaxed_gpu(decided);
+    Part part = decide_part(decided, seen, round.call, lacks ? Part::absent : Part::present);
     if (!lacks && part == Part::present) continue;
     for (u32 word = 0; word < counted_words(c); ++word) {
       u32 value = 0;
@@ -66,7 +70,9 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
   WaitTimes waits = begin_waits(is_describer(c) ? a.output.wait_times : 0);
   bool failed = closed;
   u32 words = counted_words(c);
+  u32 seen = 0; // before the counts, which take longer to come
   if (tolerates_absence(c)) {
+    if (team_thread(team) < c.ranks) seen = load_relaxed_gpu(part_word(c, TY_DIRECTION_DISPATCH, team_thread(team)));
     if (team_thread(team) == 0) store(&shared.absent, 0u);
     team_barrier(team);
   }
@@ -75,18 +81,19 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
     u32 value = 0;
     const u64 *word = count_word(c, round, source, e);
     bool first = e == c.local_experts + 2 && round.number == 0;
-    bool received = first || (!is_masked(c, source) && wait_meta(c, round.call, source, word, value));
+    bool masked = tolerates_absence(c) && ((masked_ranks(c) >> source) & 1) != 0;
+    bool received = first || (!masked && wait_meta(c, round.call, source, word, value));
     failed |= !received && (!tolerates_absence(c) || is_closed(c));
     if (tolerates_absence(c) && !received) atomic_or_block(&shared.absent, 1u << source);
     // A word that did not arrive belongs to an earlier call.
     if (!received || first) value = 0;
     keep_count(c, shared, round, source, e, value);
-    if (!received || e != c.local_experts) continue;
-    note_notified(c, TY_DIRECTION_DISPATCH, source);
+    if (e != c.local_experts || (!received && !tolerates_absence(c))) continue;
+    if (received) note_notified(c, TY_DIRECTION_DISPATCH, source);
     waits.add(source);
   }
   if (team_any(team, failed)) return false;
-  return !tolerates_absence(c) || decide_sources(c, team, shared, round);
+  return !tolerates_absence(c) || decide_sources(c, team, shared, round, seen);
 }
 
 // Tokens of a source in this round. Rails bound the ranges of other nodes' sources, whatever those reported
@@ -365,8 +372,7 @@ TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, Item 
   RowNews news = row_news(c, round.epoch, item.source, item.slot, slice, from);
   bool carries = room && slice < item.slices.end && news.word, pushed = false;
   // N2, or E6 of a row that is placed from where it arrived.
-  bool failed = masked_for_warp(c, item.source) ||
-                !wait_token_meta(c, meta_of(c, c.local, item.source, round.call), round.call, item.source, item.token,
+  bool failed = !wait_token_meta(c, meta_of(c, c.local, item.source, round.call), round.call, item.source, item.token,
                                  item.meta, [&] { pushed = carries && load_acquire_sys(news.word) == round.epoch; });
   if (!failed && item.meta.token && carries && !pushed)
     failed = !wait_tag(c, news.word, round.epoch, news.site, item.source, "row");
@@ -552,7 +558,8 @@ TY_DEVICE bool wait_round(const DispatchArgs auto &a, const Team &team, u64 epoc
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
     Wait wait{TY_SITE_METADATA, world_rank(c, peer), epoch, 0};
     u64 found = 0;
-    bool here = !is_masked(c, wait.peer) && wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
+    bool masked = tolerates_absence(c) && ((masked_ranks(c) >> peer) & 1) != 0;
+    bool here = !masked && wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
     if (tolerates_absence(c) && !here && !is_closed(c)) continue;
     failed |= !here;
     // All calls with in-place output are alike.

@@ -187,7 +187,7 @@ typedef struct ty_regions {
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
   ty_region combine_free;  // [local rank] uint64: the last combine likewise
-  ty_region signs;         // [local rank] uint64: that rank's signs of life, counted modulo 2^16
+  ty_region signs;         // [local rank] uint64 [2]: that rank's signs of life; whether it has masked this one
 
   // In one node, with in-place output: peers store rows directly into the output in the arena.
   ty_region in_place_rows;    // rows of the output, row_bytes apart; source_stride 0: there is none
