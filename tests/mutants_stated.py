@@ -66,7 +66,7 @@ GROUPS = [
          "  store_relaxed_sys(&sign_of(c, rank, c.local)->masked, u64{1});\n", ""),
         ("silence in another call", "kernels/common/absence.cuh", "epoch << 2 | (direction + 1)", "epoch << 2 | 1"),
         ("barriers close the context", "kernels/common/barrier.cuh", "failed |= !here && (!tolerates_absence(c) || is_closed(c));", "failed |= !here;"),
-        ("LL rows where ranks may be missing", "bindings/api/shape.rs", "        if self.missing != MissingRanks::Fatal {\n            self.ll_tokens", "        if self.missing != MissingRanks::Fatal && few_blocks {\n            self.ll_tokens"),
+        ("LL rows where ranks may be missing", "bindings/api/shape.rs", "            self.ll_tokens = Some(0);", "            self.ll_tokens = Some(256);"),
     ]),
     ("test", "one_context", [
         ("formats are not compared in a node", "kernels/dispatch/receive.cuh",

@@ -167,7 +167,8 @@ impl AllToAllBuilder {
     /// A masked rank gets nothing, is waited for by nobody, and adds nothing: tokens lose its experts' terms, and the
     /// dispatched rows of its tokens are left out. Each rank has a mask of its own
     /// ([`rank_mask`](super::AllToAll::rank_mask)), and ranks may differ in when they mask another one. Of two ranks
-    /// each masks the other as soon as it knows that it is masked. A rank stays masked; it comes back with a new [generation](crate::World::regroup), whose contexts have new masks.
+    /// each masks the other as soon as it knows that it is masked. A rank stays masked; it comes back with a new
+    /// [generation](crate::World::regroup), whose contexts have new masks.
     pub fn missing_ranks(mut self, missing: MissingRanks) -> Self {
         self.missing = missing;
         self

@@ -365,27 +365,31 @@ fn nothing_is_stored_in_the_arena_of_a_masked_rank() {
             let change = with_masks(MissingRanks::Masked, LONG);
             let change = |builder: AllToAllBuilder| change(builder).experts(6).weights(weights);
             let rig = Rig::on(&world, Device::cpu().unwrap(), change);
-            let round = || {
+            // `weight` of every choice; `combines` an earlier dispatch, or its own.
+            let round = |weight: f32, combines: Option<&Handle>| {
                 let choices = [[0, 2], [4, 1], [3, 5], [2, -1]];
                 rig.route(&choices, 1);
+                rig.weight.write(0, &weight.to_ne_bytes().repeat(MAX_TOKENS * TOP_K)).unwrap();
                 let tokens = Tokens::new(rig.x.view(), rig.idx.view(), TokenCount::Host(MAX_TOKENS)).pitch_bytes(ROW);
                 let (late, rows) = (weights == Weights::Combine, rig.expert_rows());
                 let tokens = if late { tokens } else { tokens.topk_weight(rig.weight.view()) };
                 let rows = if late { rows.topk_weight(rig.weight.view()) } else { rows };
                 let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
-                rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined()).unwrap();
+                rig.ep.combine(&rig.stream, combines.unwrap_or(&handle), &rows, &rig.combined()).unwrap();
                 rig.ep.barrier(&rig.stream).unwrap();
                 rig.stream.synchronize(PATIENCE).unwrap();
                 rig.ep.check().unwrap();
+                handle
             };
-            round();
-            round();
+            round(0.5, None);
+            let handle = round(0.5, None);
             world.barrier("before").unwrap();
             let before = arena(&rig.ep);
             world.barrier("masked").unwrap();
             if rig.rank != 1 {
                 rig.ep.mask_rank(Rank(1)).unwrap();
-                (0..3).for_each(|_| round());
+                round(0.25, Some(&handle));
+                round(0.75, None);
             }
             world.barrier("after").unwrap();
             if rig.rank == 1 {
@@ -428,7 +432,7 @@ fn ranks_that_wait_for_each_other_mask_each_other_after_some_deadlines() {
 
 /// A rank that another one has masked gets nothing of it, and so goes on without it, too, at once.
 #[test]
-fn who_is_masked_masks_in_turn() {
+fn who_is_masked_masks_the_other() {
     for missing in [MissingRanks::Masked, MissingRanks::MaskedAtDeadline] {
         on_ranks(3, |world| {
             let change = with_masks(missing, LONG);
@@ -646,7 +650,7 @@ fn any_first_epoch_will_do() {
     }
 }
 
-/// One rank is late for one other alone, which masks it: the late one masks that one in turn, and nobody else masks
+/// One rank is late for one other alone, which masks it: the late one then masks that one, and nobody else masks
 /// anybody. Otherwise the late one would wait for the first, the third for the late one, and the first for the third.
 #[test]
 fn a_rank_that_is_late_for_one_rank_alone_splits_nobody_else() {
