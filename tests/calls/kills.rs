@@ -359,7 +359,7 @@ fn a_death_at_any_moment_of_a_round() {
 #[test]
 fn survivors_play_on_without_the_dead_and_then_form_a_generation() {
     let at = [AfterBuild, AfterDispatchSend, AfterDispatch, AfterCombineSend, AfterRound, BeforeBarrier];
-    for seed in 0..runs(12) {
+    for seed in 0..runs(9) {
         let point = at.get(seed as usize).copied().unwrap_or(Whenever);
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let (victim, delay) = (seed as usize % RANKS, Duration::from_micros(random % 50_000));
