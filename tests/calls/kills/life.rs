@@ -91,8 +91,8 @@ struct Fate {
     tolerant: bool,
 }
 
-/// Rounds of survivors that play on: of all as many, since the silence of a victim shows in different ones. It dies in an
-/// early one.
+/// Rounds of survivors that play on, of all as many, since the silence of a victim shows in different ones. It dies in
+/// an early one.
 const ROUNDS: usize = 150;
 
 fn setting(name: &str) -> usize {
