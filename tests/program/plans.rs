@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 type Part = (u64, u64, u64);
 
 /// The buffers of a world, in order; the last two only if there are several nodes.
-fn buffers(parts: [Part; 20], wire: Option<[u64; 2]>) -> Vec<(&'static str, u64)> {
+fn buffers(parts: [Part; 21], wire: Option<[u64; 2]>) -> Vec<(&'static str, u64)> {
     let names = [
         "dispatch rows",
         "dispatch row tags",
@@ -28,6 +28,7 @@ fn buffers(parts: [Part; 20], wire: Option<[u64; 2]>) -> Vec<(&'static str, u64)
         "barrier flags",
         "free flags of dispatch",
         "free flags of combine",
+        "signs of life",
         "output rows",
         "output scales",
         "routing metadata counts of all ranks",
@@ -103,6 +104,7 @@ fn a_decode_step_of_v3_on_one_node_of_gpus() {
         (2, 8, 8),
         (1, 8, 0),
         (1, 8, 0),
+        (1, 8, 0),
         (1, 1, 0),
         (1, 1, 0),
         (2, 0, 0),
@@ -137,6 +139,7 @@ fn a_prefill_of_v3_leaves_multiprocessors_to_others() {
         (2, 8, 0),
         (2, 8, 0),
         (2, 8, 8),
+        (1, 8, 0),
         (1, 8, 0),
         (1, 8, 0),
         (1, 1, 0),
@@ -177,6 +180,7 @@ fn uneven_nodes_have_messages_for_every_rank_that_a_rail_serves() {
         (2, 3, 8),
         (1, 3, 8),
         (1, 3, 8),
+        (1, 3, 0),
         (1, 1, 0),
         (1, 1, 0),
         (2, 0, 0),
@@ -225,6 +229,7 @@ fn an_in_place_output_is_part_of_the_arena() {
         (2, 4, 8),
         (1, 4, 0),
         (1, 4, 0),
+        (1, 4, 0),
         (1, 1, 300 * 1024),
         (1, 1, 300 * 2 * 4),
         (2, 4, 4 * (8 + 1) * 8),
@@ -262,6 +267,7 @@ fn rounds_of_the_cpu_device_have_room_for_their_tokens_only() {
         (2, 3, 0),
         (2, 3, 0),
         (2, 3, 8),
+        (1, 3, 0),
         (1, 3, 0),
         (1, 3, 0),
         (1, 1, 0),
