@@ -153,7 +153,7 @@ MUTANTS = [
     ("stale tag or flag accepted", WAITS,
      "if ((seen >> shift) == expected) return found", "if ((seen >> shift) != 0) return found"),
     ("rows lost to ranks before the first", SEND, "| bits << ((", "| 0 * bits << (("),
-    ("receive buffer published as free by every block", WAITS, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
+    ("receive buffer published as free by every block", CONTEXT, "1u) + 1 != block_count()) return false;", "1u) + 1 == 0) return;"),
     ("a forged token's number not bounded", TO_NODES, "token < c.max_tokens ? token : 0", "token"),
     ("a launch not counted", CONTEXT, "load(&kept.launches) + 1);\n  u64 epoch", "load(&kept.launches));\n  u64 epoch"),
     ("an epoch received too early", CONTEXT, "  if (phases & TY_PHASE_RECEIVE) store(&own->received", "  store(&own->received"),

@@ -40,8 +40,8 @@ const LOOKS: u32 = 16;
 /// Of so many polls for counts one looks for errors, too.
 const ERROR_POLLS: u32 = 16;
 
-/// Most deadlines that a wait takes where ranks may be missing (`most_timeouts` in kernels/common/absence.cuh).
-const MOST_TIMEOUTS: u32 = 8;
+/// Most deadlines that a wait takes where ranks may be missing: 1 + `most_timeouts` of kernels/common/absence.cuh.
+const MOST_TIMEOUTS: u32 = 9;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -492,8 +492,8 @@ impl AllToAll {
     /// The ranks that calls of this rank go on without: int32 `[ranks]` in device memory, in the order of
     /// [`World::members`](crate::World::members). An entry that is not 0 masks its rank, from the next call that reads
     /// it on, also in replays of graphs; the own rank's entry has no effect. Any work on the device may read and write
-    /// the tensor, and a deadline sets the entry of a rank that it masks. Once a call has seen a rank masked, the rank
-    /// stays masked, also if its entry is set to 0.
+    /// the tensor. The entry of a rank is set, too, by a deadline that masks the rank, and if the rank has masked
+    /// this one. Once a call has seen a rank masked, the rank stays masked, also if its entry is set to 0.
     ///
     /// # Errors
     /// `Argument` for a context without [`missing_ranks`](AllToAllBuilder::missing_ranks).

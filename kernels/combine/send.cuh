@@ -140,8 +140,7 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
 // False also once the context is closed.
 TY_DEVICE bool flag_comes(const Context auto &c, const u64 *flag, u64 epoch, u32 rank) {
   u32 *decided = part_word(c, TY_DIRECTION_COMBINE, rank), seen = load_relaxed_gpu(decided);
-  bool here =
-      ((masked_ranks(c) >> rank) & 1) == 0 && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
+  bool here = !is_left_out(c, rank) && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
   if (!here && is_closed(c)) return false;
   Part part = decide_part(decided, seen, epoch, here ? Part::present : Part::absent);
   if (part == Part::absent || here) return part == Part::present;
@@ -162,7 +161,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
     if (tolerates_absence(c)) {
       comes = rank >= c.node_ranks || flag_comes(c, flag, epoch, world_rank(c, rank));
-      failed |= !comes && is_closed(c);
+      failed |= fails(c, comes);
       u32 absent = warp_ballot(!comes);
       if (lane_index() == 0) store(&shared.absent, absent);
       if (!comes) waits.add(world_rank(c, rank));
@@ -217,7 +216,7 @@ TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) 
   u32 status = combine_status(a);
   // N3: acquired by wait_flags.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    if (!tolerates_absence(c) || ((masked_ranks(c) >> rank) & 1) == 0)
+    if (!is_left_out(c, rank))
       store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
 }
 
@@ -228,7 +227,7 @@ TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 cal
   const auto &c = a.context;
   for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
     float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, call, source);
-    bool gone = ((masked_ranks(c) >> rank) & 1) != 0;
+    bool gone = is_left_out(c, rank);
     for (u32 i = team_thread(team); !gone && i < count * c.top_k; i += team_threads(team))
       store(ahead + i, load(row(i / c.top_k) + i % c.top_k));
     team_barrier(team);
@@ -668,7 +667,7 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
-  if (tolerates_absence(c) && ((masked_ranks(c) >> source) & 1) != 0) return true;
+  if (tolerates_absence(c) && is_left_out(c, source)) return true;
   if (!wait_weights(c, call, source)) return tolerates_absence(c) && !closed_for_warp(c);
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];

@@ -52,6 +52,12 @@ TY_DEVICE u64 masked_ranks(const Context auto &c) {
   return tolerates_absence(c) ? load(&block_shared<LaunchShared>().masked) : 0;
 }
 
+// Whether one of them gets nothing of this launch.
+TY_DEVICE bool is_left_out(const Context auto &c, u32 local) { return ((masked_ranks(c) >> local) & 1) != 0; }
+
+// Whether a wait for a rank that did not come fails its team: not where the rank may be absent.
+TY_DEVICE bool fails(const Context auto &c, bool came) { return !came && (!tolerates_absence(c) || is_closed(c)); }
+
 // Whether the context is closed, one value for all lanes. By a warp.
 TY_DEVICE bool closed_for_warp(const Context auto &c) { return warp_ballot(lane_index() == 0 && is_closed(c)) != 0; }
 
@@ -89,15 +95,7 @@ TY_DEVICE bool is_dropped(const Context auto &c, u32 direction, u64 epoch, u32 r
 // Whether the calling block is the last of a launch to get here, so that all others have ended their work. By a whole
 // block; `ended`: end_launch's answer.
 TY_DEVICE bool is_last_block(const Context auto &c, u32 direction, u64 ended) {
-  bool last = false;
-  if (thread_index() == 0 && ended != 0) {
-    u32 *done = &state_of(c)->blocks_done[direction];
-    // N15: all that the other blocks did happens before, as their counts are acquired.
-    last = atomic_add_gpu(done, 1u) + 1 == block_count();
-    if (last) store(done, 0u);
-    last = last && !is_closed(c);
-  }
-  return block_any(last);
+  return block_any(thread_index() == 0 && ended != 0 && is_last_done(c, direction));
 }
 
 // The slot of a rank's partial row at the owner, of a token that goes to `ranks`. Where ranks may be absent, each has a

@@ -19,7 +19,7 @@ TY_DEVICE bool meet(const Context auto &c, u64 meeting) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.barrier_flags, meeting, peer);
     u32 rank = world_rank(c, peer);
     bool here = !is_masked(c, rank) && wait_tag(c, flag, meeting, TY_SITE_BARRIER, rank, "barrier");
-    failed |= !here && (!tolerates_absence(c) || is_closed(c));
+    failed |= fails(c, here);
   }
   return !block_any(failed);
 }

@@ -307,6 +307,15 @@ struct WaitTimes {
 
 TY_DEVICE WaitTimes begin_waits(u64 times) { return {pointer<u64>(times), times ? now_ns() : 0}; }
 
+// Counts the calling block as done with its launch. True if it is the last, unless the context is closed. By thread 0.
+TY_DEVICE bool is_last_done(const Context auto &c, u32 direction) {
+  ty_state *state = state_of(c);
+  // N8, N15: all that the other blocks did happens before, as their counts are acquired.
+  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return false;
+  store(&state->blocks_done[direction], 0u);
+  return load_relaxed_gpu(&state->closed) == 0;
+}
+
 // Closes the context of this rank: waits end, and launches do nothing.
 TY_DEVICE void close(const Context auto &c) {
   // N7: seen by every wait loop and every kernel's start.

@@ -42,10 +42,9 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &
     if (!is_awaited(c, direction, wait.peer, wait.epoch, now, waited)) return false;
     if (c.masks_silent) return true;
   }
-  u64 deadline = c.timeout_ns + wait.grace_ns;
   // What this rank is to do itself may be behind its wait for another one.
-  if (tolerates_absence(c) && wait.peer == c.rank) deadline += most_timeouts * c.timeout_ns;
-  if (waited <= deadline) return true;
+  u64 timeouts = tolerates_absence(c) && wait.peer == c.rank ? most_timeouts + 1 : 1;
+  if (waited / timeouts <= c.timeout_ns + wait.grace_ns) return true;
   keep_fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
   close(c);
   return false;
@@ -164,11 +163,7 @@ TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_regio
 // here. By thread 0 of a block that reads no more.
 TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_region &region, u64 epoch) {
   if (c.free_flags == 0) return;
-  ty_state *state = state_of(c);
-  // N8: all loads of the other blocks happen before, as their counts are acquired.
-  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;
-  store(&state->blocks_done[direction], 0u);
-  if (load_relaxed_gpu(&state->closed) != 0) return;
+  if (!is_last_done(c, direction)) return;
   // N8: acquired by wait_free.
   for (u32 peer = 0; peer < c.node_ranks; ++peer)
     store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);

@@ -593,7 +593,7 @@ TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Ti
   if (of.number != 0 || !last) {
     if (!add_tiles(c, by, tile, of, faulty)) return false;
   }
-  if ((masked_ranks(c) >> tile.destination()) & 1) return true;
+  if (is_left_out(c, tile.destination())) return true;
   Meta meta = meta_of(c, tile.destination(), by.in.source, by.epoch);
   // Counts first: all receivers wait for them.
   if (last) publish_counts(c, by, meta, tile, faulty);

@@ -81,9 +81,8 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
     u32 value = 0;
     const u64 *word = count_word(c, round, source, e);
     bool first = e == c.local_experts + 2 && round.number == 0;
-    bool masked = tolerates_absence(c) && ((masked_ranks(c) >> source) & 1) != 0;
-    bool received = first || (!masked && wait_meta(c, round.call, source, word, value));
-    failed |= !received && (!tolerates_absence(c) || is_closed(c));
+    bool received = first || (!is_left_out(c, source) && wait_meta(c, round.call, source, word, value));
+    failed |= fails(c, received);
     if (tolerates_absence(c) && !received) atomic_or_block(&shared.absent, 1u << source);
     // A word that did not arrive belongs to an earlier call.
     if (!received || first) value = 0;
@@ -558,8 +557,7 @@ TY_DEVICE bool wait_round(const DispatchArgs auto &a, const Team &team, u64 epoc
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
     Wait wait{TY_SITE_METADATA, world_rank(c, peer), epoch, 0};
     u64 found = 0;
-    bool masked = tolerates_absence(c) && ((masked_ranks(c) >> peer) & 1) != 0;
-    bool here = !masked && wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
+    bool here = !is_left_out(c, peer) && wait_value(c, wait, flag, 32, epoch & 0xffffffffu, "metadata flag", found);
     if (tolerates_absence(c) && !here && !is_closed(c)) continue;
     failed |= !here;
     // All calls with in-place output are alike.

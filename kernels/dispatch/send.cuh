@@ -291,7 +291,7 @@ TY_DEVICE void refuse_other(const DispatchArgs auto &a, u64 epoch, u32 peer, u32
 TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch, u32 status) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
-    if (!tolerates_absence(c) || ((masked_ranks(c) >> rank) & 1) == 0)
+    if (!is_left_out(c, rank))
       store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, status));
 }
 
