@@ -375,13 +375,13 @@ struct WordBases {
 pub struct WordCounts {
     /// `{epoch's low 32, bytes}`, by device for proxy.
     pub doorbells: usize,
-    /// Chunks of the message, by device for proxy, before the doorbell of chunk 0.
+    /// Chunks of the message, by device for proxy, before the doorbell of chunk 0; and a word of the device's own.
     pub chunks: usize,
     /// Arrivals, by proxy for device; and the epochs that the device's relay makes of them.
     pub arrived: usize,
     /// Epochs, by proxy for device.
     pub staging_free: usize,
-    /// One more than the rank of a lost peer, by proxy for device; 0 while none is.
+    /// One more than the rank of the last lost peer, by proxy for device, 0 while none is; then a word for each rank.
     pub lost: usize,
 }
 
@@ -401,7 +401,7 @@ impl Wire {
         let staging_bytes = end - input.staging_offset;
         let (recv_buffer, end) = regions(&input.shapes, &sources, input.recv_buffer_offset).ok_or_else(overflow)?;
         let recv_buffer_bytes = end - input.recv_buffer_offset;
-        let mut lengths = WordCounts { lost: 1, ..WordCounts::default() };
+        let mut lengths = WordCounts { lost: 1 + input.nodes.world(), ..WordCounts::default() };
         let words = Direction::ALL.map(|d| {
             let bases = WordBases { doorbell: lengths.doorbells, per_link: lengths.chunks, arrived: lengths.arrived };
             let chunks = usize::from(input.shapes[d.index()].chunks);
@@ -412,6 +412,7 @@ impl Wire {
             lengths.arrived += 2 * sources[d.index()] * chunks;
             bases
         });
+        lengths.chunks += 1;
         Ok(Wire { input, staging, recv_buffer, staging_bytes, recv_buffer_bytes, links, sources, words, lengths })
     }
 
@@ -517,6 +518,11 @@ impl Wire {
     pub fn chunks_word(&self, direction: Direction, epoch: u64, link: LinkIdx) -> usize {
         let d = direction.index();
         self.words[d].per_link + (epoch & 1) as usize * self.links[d] + link.index()
+    }
+
+    /// The word, among those of chunks, by which the device counts its signs of life.
+    pub fn life_word(&self) -> usize {
+        self.lengths.chunks - 1
     }
 
     /// The flag that a message's staging may be packed again.
@@ -682,6 +688,7 @@ mod tests {
                 }
             }
         }
+        counts.push(wire.life_word());
         for (mut spans, start, bytes) in
             [(staging, 256, wire.staging_bytes()), (recv_buffer, 1 << 20, wire.recv_buffer_bytes())]
         {

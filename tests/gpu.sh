@@ -164,7 +164,7 @@ section_checks() {
     again::what_cannot --test-threads=1
   check formats env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" one_context::calls_of one_context::any_number \
     one_context::a_format --test-threads=1
-  check missing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" missing:: --skip stops_anywhere --skip nothing_is_stored --test-threads=1
+  check missing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" missing:: --skip stops_anywhere --skip nothing_is_stored --skip missing::nodes --test-threads=1
   check payload env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" payload:: --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
   check overlap "$dir/calls" overlap::graphs_of_another_library
@@ -268,6 +268,8 @@ section_nodes() {
   # Rows between nodes kept once, as in large arenas; ranks that are alone in their node.
   checked nodes-single "${halves[@]}" --single-buffer --tokens 64 --iters 20 --warmup 2
   checked nodes-alone "${alone[@]}" --tokens 64 --iters 20 --warmup 2
+  checked nodes-missing "${halves[@]}" --missing one --tokens 64 --iters 20 --warmup 2
+  checked nodes-able "${halves[@]}" --missing able --link cx7 --tokens 64 --iters 20 --warmup 2
   checked rounds "${halves[@]}" --tokens 500 --round-tokens 150 --iters 10 --warmup 2
   figure "decode-nodes-$world" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$world" "${halves[@]}" --tokens 1,16,128 --link cx7

@@ -159,16 +159,20 @@ impl AllToAllBuilder {
     }
 
     /// What calls do about ranks that are missing; the same on all ranks. Default: a silent rank closes the context.
-    /// The other choices cost time and memory: partial rows have tags, and each token a slot for every rank. They are
-    /// for worlds of one node of at most 32 ranks, without in-place output, rounds, side payloads and partial rows of
-    /// another type, for combines that do not accumulate, and not for
-    /// [`dispatch_again`](super::AllToAll::dispatch_again).
+    /// The other choices cost time and memory: partial rows have tags, and a token a slot for every rank of the node.
+    /// They are for worlds of at most 32 ranks, without in-place output, rounds, side payloads and partial rows of
+    /// another type, for combines that do not accumulate, not for
+    /// [`dispatch_again`](super::AllToAll::dispatch_again), and between nodes not for weights that come with combine.
     ///
     /// A masked rank gets nothing, is waited for by nobody, and adds nothing: tokens lose its experts' terms, and the
     /// dispatched rows of its tokens are left out. Each rank has a mask of its own
     /// ([`rank_mask`](super::AllToAll::rank_mask)), and ranks may differ in when they mask another one. Of two ranks
     /// each masks the other as soon as it knows that it is masked. A rank stays masked; it comes back with a new
     /// [generation](crate::World::regroup), whose contexts have new masks.
+    ///
+    /// Between nodes a rank's rows go by way of the rank of the same place in the other node, its rail there. What the
+    /// rail masks is masked in its whole node. While a rail is masked, the ranks that it serves lack its node: they are
+    /// not masked, but their tokens go without that node's experts.
     pub fn missing_ranks(mut self, missing: MissingRanks) -> Self {
         self.missing = missing;
         self
@@ -426,10 +430,10 @@ impl AllToAllBuilder {
     fn check_missing(&self, nodes: &Nodes) -> Result<()> {
         let why = if self.missing == MissingRanks::Fatal {
             return Ok(());
-        } else if nodes.members().len() > 1 {
-            "calls go on without missing ranks in worlds of one node; leave it out with several nodes"
-        } else if nodes.largest() > MOST_MASKED {
-            "calls go on without missing ranks in nodes of at most 32 ranks; leave it out"
+        } else if nodes.ranks().count() > MOST_MASKED {
+            "calls go on without missing ranks in worlds of at most 32 ranks; leave it out"
+        } else if nodes.members().len() > 1 && self.weights == Weights::Combine {
+            "between nodes, where calls go on without missing ranks, weights come with dispatch; give them there"
         } else if self.tuning.in_place.is_some() {
             "with in-place output rows leave after the counts of all ranks; leave one of them out"
         } else if self.goes_in_rounds() {

@@ -302,6 +302,7 @@ pub fn device_context(
         tile_tags: tables.tiles.view().ptr(),
         refused: reports.refused_address(),
         wire: device_wire(plan, shape.name, tables, proxied),
+        life_word: plan.wire.as_ref().map_or(0, |(wire, _)| wire.life_word() as u32),
         peer_base,
         ..raw::ty_context::default()
     };

@@ -19,12 +19,15 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
     if args.context.regions.in_place_rows.source_stride != 0 {
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
+    let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     if args.context.absences != 0 {
         let counts = args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND;
-        let kernel = if counts { "ty_dispatch_absence_counts" } else { "ty_dispatch_absence" };
-        return (kernel, raw::TY_DISPATCH_SHARED_BYTES);
+        let kernel = match counts {
+            true => ("ty_dispatch_absence_counts", "ty_dispatch_absence_counts_nodes"),
+            false => ("ty_dispatch_absence", "ty_dispatch_absence_nodes"),
+        };
+        return (of_world(&args.context, kernel), of_world(&args.context, shared));
     }
-    let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
     if again {
         let usual = args.context.quantize == raw::TY_QUANTIZE_NONE && args.phases == BOTH_PHASES;
         let kernel = match is_usual(&args.context, &args.handle) && usual {
@@ -80,11 +83,12 @@ fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
     if args.context.absences != 0 {
-        return match dtype {
-            Dtype::Fp16 => "ty_combine_absence_fp16",
-            Dtype::Fp32 => "ty_combine_absence_fp32",
-            _ => "ty_combine_absence_bf16",
+        let kernel = match dtype {
+            Dtype::Fp16 => ("ty_combine_absence_fp16", "ty_combine_absence_fp16_nodes"),
+            Dtype::Fp32 => ("ty_combine_absence_fp32", "ty_combine_absence_fp32_nodes"),
+            _ => ("ty_combine_absence_bf16", "ty_combine_absence_bf16_nodes"),
         };
+        return of_world(&args.context, kernel);
     }
     let plain = args.out_dtype == raw::TY_BF16 && args.accumulate == 0 && args.wait_times == 0;
     let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
@@ -132,7 +136,10 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
 
 /// A barrier's kernel.
 pub(super) fn barrier(args: &raw::ty_barrier_args) -> &'static str {
-    if args.context.absences != 0 { "ty_barrier_absence" } else { "ty_barrier" }
+    if args.context.absences == 0 {
+        return "ty_barrier";
+    }
+    of_world(&args.context, ("ty_barrier_absence", "ty_barrier_absence_nodes"))
 }
 
 /// Whether a launch meets the assumptions of specialised kernels in both directions: `is_usual`, and both phases.

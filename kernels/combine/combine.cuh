@@ -36,13 +36,23 @@ template <u32 n> TY_DEVICE Floats<n> load_out(const CombineArgs auto &a, const c
   return load_group<Fp32, n>(row, g, columns);
 }
 
+// Where ranks may be absent: whether the sums of a link's node count for no token of this launch.
+TY_DEVICE bool is_node_out(const Context auto &c, u32 link) {
+  if (!tolerates_absence(c)) return false;
+  u32 rank = peer_of_source(c, TY_DIRECTION_COMBINE, link);
+  return was_masked(c, rank) || ((load(&block_shared<CombineShared>().dropped) >> rank) & 1) != 0;
+}
+
 // Reports the status in every rail's head, once a call: whose rows are missing, or that the rail's node combines
 // another dispatch, which closes the context. By a team of block 0.
 TY_DEVICE void report_rails(const CombineArgs auto &a, const Team &team, const Round &round) {
   const auto &c = a.context;
   if (!is_last(c, round)) return;
   for (u32 link = team_thread(team); link < layout_of(c, TY_DIRECTION_COMBINE).sources; link += team_threads(team)) {
-    if (!wait_arrived(c, TY_DIRECTION_COMBINE, round.epoch, link, 0)) return;
+    if (!wait_arrived(c, TY_DIRECTION_COMBINE, round.epoch, link, 0)) {
+      if (fails(c, false)) return;
+      continue;
+    }
     const ty_wire_head *head = wire_head(c, TY_DIRECTION_COMBINE, round.epoch, link);
     u32 dispatch = load(&head->dispatch), peer = peer_of_source(c, TY_DIRECTION_COMBINE, link),
         own = dispatch_number(a);
@@ -65,8 +75,9 @@ TY_DEVICE void report_missing(const CombineArgs auto &a, const CombineShared &sh
     keep_fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), round.epoch, 0, 0, 0});
 }
 
-// Which row of the call's messages to a node an own token is; -1 for none.
+// Which row of the call's messages to a node an own token is; -1 for none, or if no sums of the node count.
 TY_DEVICE i32 wire_row_of(const CombineArgs auto &a, u32 link, u32 token) {
+  if (is_node_out(a.context, link)) return -1;
   return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * a.context.max_tokens + token);
 }
 
@@ -122,8 +133,12 @@ TY_DEVICE bool sums_fail(const CombineArgs auto &a, const Round &round, u32 toke
   for (u32 link = lane_index(); link < l.sources; link += warp_size) {
     i32 row = wire_row_of(a, link, token);
     if (row < 0) continue;
-    failed |=
-        !wait_arrived(c, TY_DIRECTION_COMBINE, round.epoch, link, chunk_of_row(l, row_of_sum(a, round, link, row)));
+    bool here =
+        wait_arrived(c, TY_DIRECTION_COMBINE, round.epoch, link, chunk_of_row(l, row_of_sum(a, round, link, row)));
+    failed |= fails(c, here);
+    // The token is summed again without the node, when all else is done.
+    if (tolerates_absence(c) && !here)
+      drop_rank(c, TY_DIRECTION_COMBINE, round.epoch, peer_of_source(c, TY_DIRECTION_COMBINE, link));
   }
   return failed;
 }
@@ -202,28 +217,40 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
   });
 }
 
-// Where ranks may be absent: sums the tokens of ranks whose partial rows did not all come again, without those ranks,
-// once all other blocks have ended; rows of the others are all here. By a whole block; `ended`: as is_last_block's.
-template <typename Partial>
-TY_DEVICE void sum_without_dropped(const CombineArgs auto &a, const Round &round, u64 ended) {
+// Whether a token went to a node whose sums did not all come, by bits of the dropped ranks of the world.
+TY_DEVICE bool went_to_dropped(const CombineArgs auto &a, u32 token, u32 dropped) {
   const auto &c = a.context;
-  if (!is_last_block(c, TY_DIRECTION_COMBINE, ended)) return;
+  bool went = false;
+  for (u32 link = 0; link < layout_of(c, TY_DIRECTION_COMBINE).sources; ++link) {
+    i32 row = load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens + token);
+    went |= row >= 0 && ((dropped >> peer_of_source(c, TY_DIRECTION_COMBINE, link)) & 1) != 0;
+  }
+  return went;
+}
+
+// Where ranks may be absent: sums the tokens of ranks whose partial rows did not all come again, without those ranks,
+// and those of nodes whose sums did not all come without these nodes, once all other blocks have ended; rows of the
+// others are all here. By a whole block; `ended`: as is_last_worker's, whose answer it returns.
+template <typename Partial, bool inter_node>
+TY_DEVICE bool sum_without_dropped(const CombineArgs auto &a, const Round &round, u64 ended) {
+  const auto &c = a.context;
+  if (!is_last_worker(c, TY_DIRECTION_COMBINE, ended)) return false;
   CombineShared &shared = block_shared<CombineShared>();
-  u32 found = warp_ballot(lane_index() < c.node_ranks &&
-                          is_dropped(c, TY_DIRECTION_COMBINE, round.epoch, world_rank(c, lane_index())));
+  u32 found = dropped_ranks(c, TY_DIRECTION_COMBINE, round.epoch);
   if (thread_index() == 0) store(&shared.dropped, found);
   block_barrier();
-  u64 dropped = load(&shared.dropped);
-  if (dropped == 0 || load(&head_of(a)->own_bad)) return;
+  if (found == 0 || load(&head_of(a)->own_bad)) return true;
   Terms &terms = shared.terms[warp_index()];
+  u64 dropped = bits_below(static_cast<u64>(found) >> c.node_first, c.node_ranks);
   u64 out = missing_ranks(c, shared) | absent_ranks(c, shared) | dropped;
   for (u32 token = warp_index(); token < own_tokens_of(a); token += block_warps()) {
     u64 ranks = mask_for_warp(c, own_masks(a.handle), token);
     SourceRows list{};
-    if ((ranks & dropped) == 0) continue;
-    if (!gather_token<false>(a, terms, round, token, token, Parts{ranks, ranks & ~out}, list)) return;
-    sum_token<Partial, false>(a, terms, list, token, columns_of<Partial>(c, Piece{0, row_parts}));
+    if ((ranks & dropped) == 0 && !(inter_node && went_to_dropped(a, token, found))) continue;
+    if (!gather_token<inter_node>(a, terms, round, token, token, Parts{ranks, ranks & ~out}, list)) break;
+    sum_token<Partial, inter_node>(a, terms, list, token, columns_of<Partial>(c, Piece{0, row_parts}));
   }
+  return true;
 }
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
@@ -336,6 +363,7 @@ template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combin
   if (looks_ahead(c)) ahead = look_ahead(a);
   if (handle_may_change(c) && thread_index() == 0) keep_head(a);
   keep_masked(c);
+  if (tolerates_absence(c) && thread_index() == 0) store(&block_shared<CombineShared>().dropped, 0u);
   u64 epoch = begin_launch(c, progress, TY_DIRECTION_COMBINE, a.phases, a.round, a.handle.call);
   if (handle_may_change(c)) handle_state = load(&head_of(a)->state);
   // The memory may hold what an earlier handle's dispatch left there, if this handle's dispatch never ran.
@@ -352,8 +380,9 @@ template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combin
     work_combine<Row, Partial, inter_node>(a, round, freed, ahead, finds_closed(c, progress));
   }
   u64 ended = end_launch(c, TY_DIRECTION_COMBINE, a.phases, a.handle.call);
-  if (tolerates_absence(c) && (a.phases & TY_PHASE_RECEIVE)) sum_without_dropped<Partial>(a, round, ended);
-  if (inter_node && ended != 0 && (a.phases & TY_PHASE_RECEIVE))
+  bool receives = (a.phases & TY_PHASE_RECEIVE) != 0;
+  bool last = !tolerates_absence(c) || (receives && sum_without_dropped<Partial, inter_node>(a, round, ended));
+  if (inter_node && ended != 0 && receives && last)
     publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, ended);
 }
 
@@ -394,9 +423,12 @@ TY_KERNEL(ty_combine_specialised_late_tagged, LateChoices<Way::tagged>) { combin
 TY_KERNEL(ty_combine_specialised_late_nodes, LateChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
 
 // Calls that go on without missing ranks.
-TY_KERNEL(ty_combine_absence_bf16, AbsenceCombineArgs) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_absence_fp16, AbsenceCombineArgs) { combine<Fp16, Fp16, false>(a); }
-TY_KERNEL(ty_combine_absence_fp32, AbsenceCombineArgs) { combine<Fp32, Fp32, false>(a); }
+TY_KERNEL(ty_combine_absence_bf16, AbsenceCombineArgs<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_absence_bf16_nodes, AbsenceCombineArgs<true>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_absence_fp16, AbsenceCombineArgs<false>) { combine<Fp16, Fp16, false>(a); }
+TY_KERNEL(ty_combine_absence_fp16_nodes, AbsenceCombineArgs<true>) { combine<Fp16, Fp16, true>(a); }
+TY_KERNEL(ty_combine_absence_fp32, AbsenceCombineArgs<false>) { combine<Fp32, Fp32, false>(a); }
+TY_KERNEL(ty_combine_absence_fp32_nodes, AbsenceCombineArgs<true>) { combine<Fp32, Fp32, true>(a); }
 
 // Calls with a side payload.
 TY_KERNEL(ty_combine_payload_bf16, PayloadArgs) { combine<Bf16, Bf16, false>(a); }

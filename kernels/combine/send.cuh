@@ -136,11 +136,12 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
   }
 }
 
-// Waits for a rank's flag, unless the rank takes no part in the call: that is decided here at the latest. By a thread.
-// False also once the context is closed.
-TY_DEVICE bool flag_comes(const Context auto &c, const u64 *flag, u64 epoch, u32 rank) {
-  u32 *decided = part_word(c, TY_DIRECTION_COMBINE, rank), seen = load_relaxed_gpu(decided);
-  bool here = !is_left_out(c, rank) && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
+// Waits for the flag of a rank of the node, unless the rank takes no part in the call: that is decided here at the
+// latest. By a thread. False also once the context is closed.
+TY_DEVICE bool flag_comes(const Context auto &c, const u64 *flag, u64 epoch, u32 local) {
+  u32 rank = world_rank(c, local), *decided = part_word(c, TY_DIRECTION_COMBINE, rank);
+  u32 seen = load_relaxed_gpu(decided);
+  bool here = !is_left_out(c, local) && wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, rank, "combine flag");
   if (!here && is_closed(c)) return false;
   Part part = decide_part(decided, seen, epoch, here ? Part::present : Part::absent);
   if (part == Part::absent || here) return part == Part::present;
@@ -160,7 +161,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
     bool incomplete = false, comes = true;
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
     if (tolerates_absence(c)) {
-      comes = rank >= c.node_ranks || flag_comes(c, flag, epoch, world_rank(c, rank));
+      comes = rank >= c.node_ranks || flag_comes(c, flag, epoch, rank);
       failed |= fails(c, comes);
       u32 absent = warp_ballot(!comes);
       if (lane_index() == 0) store(&shared.absent, absent);
@@ -308,12 +309,12 @@ TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
 // the number, which is the block's row number `row`. By warps, each for itself. False once carry returned false.
 //
 // `row_by_row`: one row after the other, each by all these warps, so that the first rows are done first. If rows
-// outnumber those that can be counted, each goes whole to a warp.
+// outnumber those that can be counted, or if `whole`, each goes whole to a warp.
 template <typename There, typename Carry>
 TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbers, bool row_by_row, There there,
-                         Carry carry) {
+                         Carry carry, bool whole = false) {
   u32 blocks = worker_count(c), before = 0; // pieces of the numbers before
-  bool counted = numbers <= blocks * counted_rows;
+  bool counted = !whole && numbers <= blocks * counted_rows;
   u32 next = take_next(taken);
   TY_ROLLED
   for (u32 row = 0; block_index() + row * blocks < numbers; row += warp_size) {
@@ -642,7 +643,7 @@ constexpr u32 most_held_tags = 2;
 // take. By a warp.
 template <bool inter_node> TY_DEVICE void raise_tags(const Context auto &c, HeldTags &held, u64 epoch) {
   if (held.count == 0) return;
-  // N4: all pieces' stores happen before this fence; wait_tag(TY_SITE_PARTIAL) acquires.
+  // N4: all pieces' stores happen before this fence; the wait for TY_SITE_PARTIAL acquires.
   fence_acq_rel_sys();
   if (!ll_rows<inter_node>(c) && lane_index() < held.count) store_relaxed_sys(held.own, epoch);
   held.count = 0;
@@ -667,7 +668,7 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
-  if (tolerates_absence(c) && is_left_out(c, source)) return true;
+  if (was_cut_off(c, source)) return true;
   if (!wait_weights(c, call, source)) return tolerates_absence(c) && !closed_for_warp(c);
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
@@ -778,11 +779,13 @@ struct Parts {
 };
 
 // Lists the partial rows of a round's token in rank order, from place `at` on, a rank a lane, and waits for them,
-// unless they are LL rows: the calling lane's share. True once a deadline passed.
+// unless they are LL rows: the calling lane's share. `part`: 0 for own tokens, else 1 + the number of the served source
+// whose token it is. True once a deadline passed.
 template <bool inter_node>
 TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
                              const Parts &parts) {
   bool failed = false;
+  u32 served = inter_node && tolerates_absence(c) && part != 0 ? served_source(c, part - 1) : Wait::nobody;
   if (ll_rows<inter_node>(c) && lane_index() == 0) store(&terms.senders, parts.present);
   TY_ROLLED
   for (u32 first = 0; first < c.node_ranks; first += warp_size) {
@@ -794,11 +797,12 @@ TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 ep
           reinterpret_cast<u64>(rows + place * c.partial_bytes));
     if (ll_rows<inter_node>(c)) continue;
     const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
-    bool here = wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
-    // The token is summed again without the rank, when all else is done.
-    bool dropped = tolerates_absence(c) && !here && !is_closed(c);
+    Wait wait{TY_SITE_PARTIAL, world_rank(c, rank), epoch, 0, TY_DIRECTION_COMBINE, served};
+    bool here = wait_word(c, wait, tag, 0, epoch, "partial row");
+    failed |= fails(c, here);
+    // The token is summed again without the rank, when all else is done; a sum for a missing rank is for nothing.
+    bool dropped = tolerates_absence(c) && !here && !is_for_nothing(c, wait);
     if (dropped) drop_rank(c, TY_DIRECTION_COMBINE, epoch, world_rank(c, rank));
-    failed |= !here && !dropped;
   }
   return failed;
 }

@@ -91,7 +91,7 @@ TY_DEVICE void pack_sum_heads(const CombineArgs auto &a, const CombineShared &sh
   if (team_warp(team) + 1 != team.warps) return;
   u32 targets = layout_of(c, TY_DIRECTION_COMBINE).targets;
   for (u32 j = worker_count(c) - 1 - block_index(); j < targets; j += worker_count(c))
-    pack_sum_head(a, shared, round, j);
+    if (!was_masked(c, served_source(c, j))) pack_sum_head(a, shared, round, j);
 }
 
 // Packs a piece of one row of the message to served source j, the block's number `counted`. By a warp. False once a
@@ -103,9 +103,18 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
   Range range = rail_rows(a, round, j);
   u32 rows = range.end - range.first;
   u64 ranks = mask_for_warp(c, rail_masks(c, a.handle, j), range.first + row);
-  Parts parts{ranks, ranks & ~missing_ranks(c, shared)};
+  Parts parts{ranks, ranks & ~missing_ranks(c, shared) & ~absent_ranks(c, shared)};
   Terms &terms = shared.terms[warp_index()];
   if (!gathered(partials_fail<true>(c, terms, 0, round.epoch, 1 + j, row, parts))) return false;
+  if (tolerates_absence(c)) {
+    // Sums that have left cannot be made again: a rank is left out of those that are made since it was dropped, or has
+    // masked the source.
+    u64 out = dropped_ranks(c, TY_DIRECTION_COMBINE, round.epoch) >> c.node_first;
+    out |= warp_ballot(lane_index() < c.node_ranks && has_masked(c, lane_index(), served_source(c, j)));
+    bool lacks = (parts.present & out) != 0;
+    parts.present &= ~out;
+    if (lacks && !gathered(partials_fail<true>(c, terms, 0, round.epoch, 1 + j, row, parts))) return false;
+  }
   u32 count = popcount64(parts.present);
   char *out = sum_in_message(c, round, j, row);
   constexpr u32 groups = groups_at_rail<Partial>;
@@ -136,6 +145,7 @@ TY_DEVICE bool send_sums(const CombineArgs auto &a, CombineShared &shared, const
   if (sends_sums(a)) return true;
   u32 most = 0, begin = 0;
   auto rows_of = [&](u32 j) {
+    if (was_masked(c, served_source(c, j))) return 0u;
     Range range = rail_rows(a, round, j);
     return range.end - range.first;
   };
@@ -156,11 +166,13 @@ TY_DEVICE bool send_sums(const CombineArgs auto &a, CombineShared &shared, const
     target = order.rotated(at.list, begin);
     return row < rows_of(target);
   };
-  return share_out(c, &shared.sums.taken, team.warps, load_order(kept).numbers(most), true, there,
-                   [&](u32, u32 lane, u32 counted, const Piece &piece) {
-                     return pack_sum<Partial>(a, shared, round, shuffle(target, lane), shuffle(row, lane), counted,
-                                              piece);
-                   });
+  return share_out(
+      c, &shared.sums.taken, team.warps, load_order(kept).numbers(most), true, there,
+      [&](u32, u32 lane, u32 counted, const Piece &piece) {
+        return pack_sum<Partial>(a, shared, round, shuffle(target, lane), shuffle(row, lane), counted, piece);
+      },
+      // Pieces of one row might differ in which ranks they are sums of.
+      tolerates_absence(c));
 }
 
 // ---- the sending phase ---------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_BARRIER);
   if (!relay_staging(c, TY_DIRECTION_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
+    if (is_masked(c, peer_of_link(c, TY_DIRECTION_BARRIER, link))) continue;
     publish_chunks(c, TY_DIRECTION_BARRIER, epoch, link, 0);
     write_wire_head(staging_of(c, TY_DIRECTION_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, c.rank);
     count_packed(c, TY_DIRECTION_BARRIER, epoch, link, {0, 0}, 0, packed_head);
@@ -58,6 +59,7 @@ TY_DEVICE void barrier(const Context auto &c) {
 }
 
 TY_KERNEL(ty_barrier, ty_barrier_args) { barrier(a.context); }
-TY_KERNEL(ty_barrier_absence, AbsenceBarrierArgs) { barrier(a.context); }
+TY_KERNEL(ty_barrier_absence, AbsenceBarrierArgs<false>) { barrier(a.context); }
+TY_KERNEL(ty_barrier_absence_nodes, AbsenceBarrierArgs<true>) { barrier(a.context); }
 
 } // namespace ty

@@ -67,8 +67,10 @@ struct alignas(16) LaunchShared {
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
   u64 sent, received; // of a guarded launch: as Progress
   u32 closed;
-  i32 found;  // of dispatch: the caller's token count
-  u32 masked; // where ranks may be absent: those of the node that were masked as the launch began, a bit each
+  i32 found; // of dispatch: the caller's token count
+  // Where ranks may be absent, a bit for each rank of the world, as the launch began or the block found out since:
+  u32 masked;
+  u32 cut; // those that are masked, or whose rail is
 };
 
 // Keeps an error until the launch ends: code that reports it here would be stepped over at every wait of every launch.
@@ -307,11 +309,12 @@ struct WaitTimes {
 
 TY_DEVICE WaitTimes begin_waits(u64 times) { return {pointer<u64>(times), times ? now_ns() : 0}; }
 
-// Counts the calling block as done with its launch. True if it is the last, unless the context is closed. By thread 0.
-TY_DEVICE bool is_last_done(const Context auto &c, u32 direction) {
+// Counts the calling block as done with its launch. True if it is the last of `blocks`, unless the context is closed.
+// By thread 0.
+TY_DEVICE bool is_last_done(const Context auto &c, u32 direction, u32 blocks) {
   ty_state *state = state_of(c);
   // N8, N15: all that the other blocks did happens before, as their counts are acquired.
-  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return false;
+  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != blocks) return false;
   store(&state->blocks_done[direction], 0u);
   return load_relaxed_gpu(&state->closed) == 0;
 }
@@ -379,6 +382,13 @@ TY_DEVICE Progress agree_progress(const Context auto &c, Progress progress, u32 
   if (c.guarded) return enter_guarded(c, direction);
   if (!agrees_late(c)) progress.closed = block_any(progress.closed != 0) ? 1 : 0;
   return progress;
+}
+
+// Whether a team whose wait failed goes on all the same: the rank that it waited for may be absent, and the context is
+// open. By the team.
+TY_DEVICE bool goes_without(const Context auto &c, const Team &team) {
+  if (!tolerates_absence(c)) return false;
+  return !team_any(team, team_thread(team) == 0 && load_relaxed_gpu(&state_of(c)->closed) != 0);
 }
 
 // Whether a thread found the context closed and the block has yet to agree on that.

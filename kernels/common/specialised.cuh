@@ -111,20 +111,23 @@ struct InPlaceDispatchArgs {
 };
 static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 
-// A world of one node whose calls go on without ranks that are missing (common/absence.cuh). Of any kind.
-struct AbsenceContext : ty_context {
+// Calls that go on without ranks that are missing (common/absence.cuh). Of any kind; between nodes weights do not come
+// with combine.
+template <bool inter_node> struct AbsenceContext;
+template <> struct AbsenceContext<false> : ty_context {
   static constexpr u32 rounds = 1, free_flags = 0, nodes = 1, node = 0, node_first = 0;
 };
-struct AbsenceDispatchArgs {
-  AbsenceContext context;
+template <> struct AbsenceContext<true> : ty_context { static constexpr u32 rounds = 1; };
+template <bool inter_node> struct AbsenceDispatchArgs {
+  AbsenceContext<inter_node> context;
   ty_handle handle;
   ty_tokens tokens;
   ty_output output;
   u64 first_counts;
   u32 counts_number, reserved, phases, round;
 };
-struct AbsenceCombineArgs {
-  AbsenceContext context;
+template <bool inter_node> struct AbsenceCombineArgs {
+  AbsenceContext<inter_node> context;
   ty_handle handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch, wait_times;
   u32 tokens, out_dtype, unused_accumulate, layout, phases, round;
@@ -132,12 +135,10 @@ struct AbsenceCombineArgs {
   static constexpr u64 payload = 0, payload_out = 0;
   static constexpr u32 accumulate = 0, payload_words = 0, payload_gathered = 0, payload_offset = 0;
 };
-struct AbsenceBarrierArgs {
-  AbsenceContext context;
-};
-static_assert(sizeof(AbsenceDispatchArgs) == sizeof(ty_dispatch_args) &&
-                  sizeof(AbsenceCombineArgs) == sizeof(ty_combine_args) &&
-                  sizeof(AbsenceBarrierArgs) == sizeof(ty_barrier_args),
+template <bool inter_node> struct AbsenceBarrierArgs { AbsenceContext<inter_node> context; };
+static_assert(sizeof(AbsenceDispatchArgs<true>) == sizeof(ty_dispatch_args) &&
+                  sizeof(AbsenceCombineArgs<true>) == sizeof(ty_combine_args) &&
+                  sizeof(AbsenceBarrierArgs<true>) == sizeof(ty_barrier_args),
               "the same bytes");
 
 // The sending half of a call whose counts come first: its launch also receives all counts, and gives them to the host.
@@ -151,7 +152,7 @@ template <typename C, typename H> struct CountsArgs {
   static constexpr u32 phases = TY_PHASE_SEND, round = 0;
 };
 using CountsDispatchArgs = CountsArgs<ty_context, ty_handle>;
-using AbsenceCountsArgs = CountsArgs<AbsenceContext, ty_handle>;
+template <bool inter_node> using AbsenceCountsArgs = CountsArgs<AbsenceContext<inter_node>, ty_handle>;
 template <bool inter_node>
 using SpecialisedCountsArgs =
     CountsArgs<SpecialisedContext<inter_node, Specialised::nothing_else>, SpecialisedHandle<inter_node>>;
@@ -204,7 +205,9 @@ template <bool inter_node> TY_DEVICE constexpr bool goes_again(const Specialised
 
 // Whether calls go on without ranks that are missing.
 TY_DEVICE constexpr bool tolerates_absence(const ty_context &) { return false; }
-TY_DEVICE constexpr bool tolerates_absence(const AbsenceContext &) { return true; }
+template <bool inter_node> TY_DEVICE constexpr bool tolerates_absence(const AbsenceContext<inter_node> &) {
+  return true;
+}
 
 // Whether rows have a side payload.
 TY_DEVICE constexpr bool carries_payload(const CombineArgs auto &) { return false; }
@@ -240,13 +243,16 @@ template <Specialised does, bool ll> TY_DEVICE u32 quantization(const Specialise
 
 // Whether weights come with combine.
 TY_DEVICE bool weighs_late(const ty_context &c) { return c.weights == TY_WEIGHTS_COMBINE; }
+TY_DEVICE constexpr bool weighs_late(const AbsenceContext<true> &) { return false; }
 template <Specialised does, bool ll> TY_DEVICE constexpr bool weighs_late(const SpecialisedContext<true, does, ll> &) {
   return does == Specialised::weighs_late;
 }
 
 // Whether partial rows are LL rows (numbers.cuh), which have no tags. Only in one node, in calls of few tokens.
 TY_DEVICE bool partials_are_ll(const ty_context &c) { return c.regions.partial_tags.source_stride == 0; }
-TY_DEVICE constexpr bool partials_are_ll(const AbsenceContext &) { return false; }
+template <bool inter_node> TY_DEVICE constexpr bool partials_are_ll(const AbsenceContext<inter_node> &) {
+  return false;
+}
 template <Specialised does, bool ll>
 TY_DEVICE constexpr bool partials_are_ll(const SpecialisedContext<true, does, ll> &) {
   return ll;
@@ -254,7 +260,9 @@ TY_DEVICE constexpr bool partials_are_ll(const SpecialisedContext<true, does, ll
 
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
 TY_DEVICE constexpr bool spans_nodes(const InPlaceContext &) { return false; }
-TY_DEVICE constexpr bool spans_nodes(const AbsenceContext &) { return false; }
+template <bool inter_node> TY_DEVICE constexpr bool spans_nodes(const AbsenceContext<inter_node> &) {
+  return inter_node;
+}
 template <Specialised does, bool ll> TY_DEVICE constexpr bool spans_nodes(const SpecialisedContext<true, does, ll> &) {
   return true;
 }
@@ -288,7 +296,7 @@ TY_DEVICE constexpr bool handle_may_change(const SpecialisedContext<true, does, 
 // Whether a rank of the world belongs to this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
 TY_DEVICE constexpr bool is_node_peer(const InPlaceContext &, u32) { return true; }
-TY_DEVICE constexpr bool is_node_peer(const AbsenceContext &, u32) { return true; }
+TY_DEVICE constexpr bool is_node_peer(const AbsenceContext<false> &, u32) { return true; }
 template <Specialised does, bool ll>
 TY_DEVICE constexpr bool is_node_peer(const SpecialisedContext<false, does, ll> &, u32) {
   return true;

@@ -16,21 +16,36 @@ struct Wait {
   u32 peer;
   u64 epoch;
   u64 grace_ns; // beyond the deadline, where others pass the words on: their waits, which name the peer, end first
+  u32 direction = by_site; // of the call, where the site does not say it
+  u32 served = nobody;     // the rank of another node whose tokens the wait is for: see is_for_nothing
+  static constexpr u32 by_site = ~0u, nobody = ~0u;
 };
 
-// The direction of the call that has a wait, among those of one node.
-TY_DEVICE u32 direction_of(u32 site) {
+// The direction of the call that has a wait.
+TY_DEVICE u32 direction_of(const Wait &wait) {
+  if (wait.direction != Wait::by_site) return wait.direction;
+  u32 site = wait.site;
   if (site == TY_SITE_BARRIER) return TY_DIRECTION_BARRIER;
   bool combines = site == TY_SITE_COMBINE_FLAG || site == TY_SITE_PARTIAL || site == TY_SITE_AHEAD_WEIGHTS;
   return combines ? TY_DIRECTION_COMBINE : TY_DIRECTION_DISPATCH;
 }
 
+// Whether a node peer sends nothing for a served rank: that rank is masked here, or there.
+TY_DEVICE bool is_for_nothing(const Context auto &c, const Wait &wait) {
+  if (!tolerates_absence(c) || wait.served == Wait::nobody) return false;
+  return is_masked(c, wait.served) || has_masked(c, wait.peer - c.node_first, wait.served);
+}
+
 // Checks deadline and closed word at the given poll of a wait loop. `start` is 0 before the first poll, which sets it:
 // most waits are over before the clock is read. False, and the context closed, once the deadline passed here or
 // anywhere else on this rank. Where ranks may be absent, also false without closing the context: if the peer is masked.
-TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &start, u64 expected, u64 seen) {
+TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &start, u64 expected, u64 seen,
+                        u64 sign = no_sign) {
   // A wait for a rank that is masked ends at once: there may be one for each row.
-  if (tolerates_absence(c) && poll == 1 && is_masked(c, wait.peer)) return false;
+  bool linked = wait.site == TY_SITE_ARRIVED || wait.site == TY_SITE_STAGING, first = poll == 1;
+  bool looks = tolerates_absence(c) && (first || poll % polls_between_checks == 0);
+  if (looks && is_for_nothing(c, wait)) return false;
+  if (looks && first && is_gone(c, wait.peer, linked)) return false;
   if (poll % polls_between_checks != 0) return true;
   ty_state *state = state_of(c);
   if (load_relaxed_gpu(&state->closed) != 0) return false;
@@ -38,8 +53,7 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &
   if (start == 0) start = now;
   u64 waited = now - start;
   if (tolerates_absence(c) && wait.peer != c.rank) {
-    u32 direction = direction_of(wait.site);
-    if (!is_awaited(c, direction, wait.peer, wait.epoch, now, waited)) return false;
+    if (!is_awaited(c, direction_of(wait), wait.peer, linked, wait.epoch, now, waited, sign)) return false;
     if (c.masks_silent) return true;
   }
   // What this rank is to do itself may be behind its wait for another one.
@@ -79,8 +93,9 @@ TY_DEVICE bool wait_flag(const Context auto &c, const u64 *flag, u64 epoch, u32 
 
 // A tag is the whole 64-bit epoch: a slot may stay unwritten for any number of epochs and still never be taken
 // for a new one.
-TY_DEVICE bool wait_tag(const Context auto &c, const u64 *tag, u64 epoch, u32 site, u32 peer, const char *name) {
-  return wait_word(c, Wait{site, peer, epoch, 0}, tag, 0, epoch, name);
+TY_DEVICE bool wait_tag(const Context auto &c, const u64 *tag, u64 epoch, u32 site, u32 peer, const char *name,
+                        u32 direction = Wait::by_site) {
+  return wait_word(c, Wait{site, peer, epoch, 0, direction}, tag, 0, epoch, name);
 }
 
 // Waits until a word that only grows has reached `least`.
@@ -154,19 +169,21 @@ TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_regio
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team), asked = 0) {
     if (asked >= epoch - 1) continue;
     const u64 *word = free_word(c, region, peer);
-    failed |= !wait_least(c, Wait{TY_SITE_FREE, world_rank(c, peer), epoch, 0}, word, epoch - 1, "free flag");
+    u32 direction = region.offset == c.regions.combine_free.offset ? TY_DIRECTION_COMBINE : TY_DIRECTION_DISPATCH;
+    Wait wait{TY_SITE_FREE, world_rank(c, peer), epoch, 0, direction};
+    failed |= fails(c, !is_left_out(c, peer) && wait_least(c, wait, word, epoch - 1, "free flag"));
   }
   return !team_any(team, failed);
 }
 
 // Notifies node peers that this rank has read its receive buffer of `epoch`, if the calling block is the last to get
-// here. By thread 0 of a block that reads no more.
+// here; where ranks may be absent, the caller knows that it is. By thread 0 of a block that reads no more.
 TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_region &region, u64 epoch) {
   if (c.free_flags == 0) return;
-  if (!is_last_done(c, direction)) return;
+  if (!tolerates_absence(c) && !is_last_done(c, direction, block_count())) return;
   // N8: acquired by wait_free.
   for (u32 peer = 0; peer < c.node_ranks; ++peer)
-    store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);
+    if (!is_left_out(c, peer)) store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);
 }
 
 } // namespace ty

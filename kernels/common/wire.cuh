@@ -93,13 +93,19 @@ TY_DEVICE u32 link_word(const ty_wire_layout &l, u64 epoch, u32 link) {
   return l.first_link_word + static_cast<u32>(epoch & 1) * l.links + link;
 }
 
-// Waits until the network has read the previous message of this parity. By a thread. False once a deadline passed.
+// Waits until the network has read the previous message of this parity; where the peer may be absent, leaves it out of
+// the launch if it is. By a thread. False once a deadline passed.
 TY_DEVICE bool wait_staging(const Context auto &c, u32 direction, u64 epoch, u32 link) {
   if (epoch - c.first_epoch < 2) return true;
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(layout_of(c, direction), epoch, link);
   // E10. Mostly the network already has.
   if (load_acquire_sys(word) == epoch - 2) return true;
-  return wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, direction, link), "wire staging");
+  u32 peer = peer_of_link(c, direction, link);
+  if (was_masked(c, peer)) return true;
+  if (wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer, "wire staging", direction)) return true;
+  if (fails(c, false)) return false;
+  leave_out(c, peer);
+  return true;
 }
 
 // The same of links `first`, first + step, ...: a thread's share of all.
@@ -172,10 +178,11 @@ TY_DEVICE u32 arrived_word(const ty_wire_layout &l, u64 epoch, u32 source, u32 c
 TY_DEVICE u32 source_of_arrival(u32 name) { return name >> TY_ARRIVAL_CHUNK_BITS; }
 TY_DEVICE u32 chunk_of_arrival(u32 name) { return name & ((1u << TY_ARRIVAL_CHUNK_BITS) - 1); }
 
-// Waits until the relay has seen a chunk. By a thread. False once a deadline passed.
+// Waits until the relay has seen a chunk. By a thread. False once a deadline passed, or if the source is masked.
 TY_DEVICE bool wait_arrived(const Context auto &c, u32 direction, u64 epoch, u32 source, u32 chunk) {
   const u64 *word = pointer<const u64>(c.wire.arrived) + arrived_word(layout_of(c, direction), epoch, source, chunk);
-  return wait_tag(c, word, epoch, TY_SITE_ARRIVED, peer_of_source(c, direction, source), "chunk");
+  u32 peer = peer_of_source(c, direction, source);
+  return !was_masked(c, peer) && wait_tag(c, word, epoch, TY_SITE_ARRIVED, peer, "chunk", direction);
 }
 
 TY_DEVICE const ty_wire_head *wire_head(const Context auto &c, u32 direction, u64 epoch, u32 source) {
@@ -184,20 +191,31 @@ TY_DEVICE const ty_wire_head *wire_head(const Context auto &c, u32 direction, u6
 
 // ---- the relay ---------------------------------------------------------------------------------------------------
 
-// As may_wait, and looks whether the proxy has lost a peer. By the relay's thread 0.
-TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 poll, u64 &start, u64 expected, u64 seen) {
-  if (poll % polls_between_checks != 0) return true;
-  u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
-  if (lost == 0) return may_wait(c, wait, poll, start, expected, seen);
-  u32 peer = static_cast<u32>(lost - 1);
-  keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
-  close(c);
-  return false;
-}
-
 // A word of host memory that is polled.
 TY_DEVICE const u64 *polled_word(u64 host, u32 word) {
   return pointer<const u64>(host) + static_cast<u64>(word) * TY_POLLED_PITCH;
+}
+
+// As may_wait, and looks whether the proxy has lost a peer; where ranks may be absent, the peer that is waited for, or
+// itself. By the relay's thread 0.
+TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 poll, u64 &start, u64 expected, u64 seen) {
+  if (poll % polls_between_checks != 0) return true;
+  u64 lost = load_relaxed_sys(polled_word(c.wire.host_lost, 0));
+  if (lost == 0 && !tolerates_absence(c)) return may_wait(c, wait, poll, start, expected, seen);
+  u32 peer = static_cast<u32>(lost - 1);
+  if (tolerates_absence(c)) {
+    const u32 *names = pointer<const u32>(c.rank_names);
+    u32 own = names ? load(names + c.rank) : c.rank, name = names ? load(names + wait.peer) : wait.peer;
+    u64 sign = load_relaxed_sys(polled_word(c.wire.host_lost, 1 + name));
+    if (lost == 0 || peer != own) {
+      if (sign != ~0ull || is_masked(c, wait.peer)) return may_wait(c, wait, poll, start, expected, seen, sign);
+      if (c.masks_silent) return mask_silent(c, direction_of(wait), wait.peer, wait.epoch), false;
+      peer = name;
+    }
+  }
+  keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
+  close(c);
+  return false;
 }
 
 // Looks at up to relay_batch words and passes on those that equal `expected`; returns which, one bit each. E6: acquires
@@ -220,11 +238,13 @@ TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64
 
 // Lists up to relay_batch links, from `link` on, whose free staging is not passed on yet; returns how many. The proxy's
 // word of a link that was passed on may have changed since: the link's next message may already be sent.
-TY_DEVICE u32 list_staging(const Context auto &c, RelayShared &shared, const ty_wire_layout &l, u64 epoch, u32 &link) {
+TY_DEVICE u32 list_staging(const Context auto &c, RelayShared &shared, u32 direction, u64 epoch, u32 &link) {
+  const ty_wire_layout &l = layout_of(c, direction);
   u32 count = 0;
   for (; link < l.targets && count < relay_batch; ++link) {
     u32 word = link_word(l, epoch, link);
     if (load_relaxed_gpu(pointer<const u64>(c.wire.free) + word) == epoch - 2) continue;
+    if (is_masked(c, peer_of_link(c, direction, link))) continue;
     store(&shared.entries[count], link);
     store(&shared.words[count++], word);
   }
@@ -238,7 +258,7 @@ TY_DEVICE bool relay_staging(const Context auto &c, u32 direction, u64 epoch, bo
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
   RelayShared &shared = block_shared<RelayShared>();
   for (u32 link = 0; link < l.targets;) {
-    u32 count = list_staging(c, shared, l, epoch, link);
+    u32 count = list_staging(c, shared, direction, epoch, link);
     u64 start = now_ns();
     // A link that was passed on stays so: its message may be sent by now, and its word then holds this epoch.
     u32 missing = (1u << count) - 1;
@@ -246,8 +266,10 @@ TY_DEVICE bool relay_staging(const Context auto &c, u32 direction, u64 epoch, bo
       missing &= ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2);
       if (missing == 0 || ahead) break;
       spin_pause("wire staging");
-      u32 peer = peer_of_link(c, direction, load(&shared.entries[lowest_bit(missing)]));
-      if (!may_relay(c, Wait{TY_SITE_STAGING, peer, epoch, 0}, poll, start, epoch - 2, 0)) return false;
+      u32 first = lowest_bit(missing), peer = peer_of_link(c, direction, load(&shared.entries[first]));
+      bool waits = may_relay(c, Wait{TY_SITE_STAGING, peer, epoch, 0, direction}, poll, start, epoch - 2, 0);
+      if (fails(c, waits)) return false;
+      if (!waits) missing &= ~(1u << first);
     }
   }
   return true;
@@ -288,6 +310,9 @@ TY_DEVICE u32 relay_arrivals(const Context auto &c, RelayShared &shared, u32 dir
 // Whether as many chunks of a source have arrived as its message has.
 TY_DEVICE bool has_arrived(u32 source) { return source >> 16 != 0 && (source & 0xffff) >= source >> 16; }
 
+// What the relay keeps of a source from which it expects nothing more.
+constexpr u32 source_absent = 1u << 16 | 1;
+
 // Passes on all chunks of an epoch. `rows_of(source)` returns how many rows a message has, once its chunk 0 has
 // arrived. By the relay's thread 0. False once a deadline passed.
 template <typename RowsOf>
@@ -295,7 +320,10 @@ TY_DEVICE bool relay_arrived(const Context auto &c, u32 direction, u64 epoch, Ro
   const ty_wire_layout &l = layout_of(c, direction);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
-  for (u32 source = 0; source < l.sources; ++source) store(&shared.sources[source], 0u);
+  for (u32 source = 0; source < l.sources; ++source) {
+    bool absent = is_masked(c, peer_of_source(c, direction, source));
+    store(&shared.sources[source], absent ? source_absent : 0u);
+  }
   // While the first chunks are on their way.
   (void)relay_staging(c, direction, epoch + 1, true);
   u64 start = now_ns();
@@ -314,8 +342,10 @@ TY_DEVICE bool relay_arrived(const Context auto &c, u32 direction, u64 epoch, Ro
     while (missing < l.sources && has_arrived(load(&shared.sources[missing]))) ++missing;
     if (missing == l.sources) return true;
     spin_pause("chunk");
-    Wait wait{TY_SITE_ARRIVED, peer_of_source(c, direction, missing), epoch, 0};
-    if (!may_relay(c, wait, poll, start, epoch, load(&shared.sources[missing]) & 0xffff)) return false;
+    Wait wait{TY_SITE_ARRIVED, peer_of_source(c, direction, missing), epoch, 0, direction};
+    bool waits = may_relay(c, wait, poll, start, epoch, load(&shared.sources[missing]) & 0xffff);
+    if (fails(c, waits)) return false;
+    if (!waits) store(&shared.sources[missing], source_absent);
   }
 }
 

@@ -177,7 +177,7 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
     } else if (forwards) {
       item.source = served_source(c, load(&pass.served));
       u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), item.slot);
-      if (!wait_chunk(c, round_in(kept), load(&pass.served), chunk)) return false;
+      if (!wait_chunk(c, round_in(kept), load(&pass.served), chunk)) return tolerates_absence(c) && !closed_for_warp(c);
       from = arrived_row(c, round_in(kept), load(&pass.served), item.slot);
       if (goes_again(a)) absent = !comes_again(a, round_in(kept), load(&pass.served));
     } else {
@@ -201,7 +201,8 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       from = {first.payload, first.scales, 1, TY_QUANTIZE_NONE};
     }
     auto find_places = [&]() -> u64 {
-      if (forwards) return arrived_ranks(a, round_in(kept), load(&pass.served), item.slot, item.token);
+      if (forwards)
+        return arrived_ranks(a, round_in(kept), load(&pass.served), item.slot, item.token) & ~masked_ranks(c);
       if (packs) return packed_nodes(c, item.token);
       if (!places) return find_peers(a, kept, item, stuck);
       return lies ? others : find_rows();
@@ -261,7 +262,10 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     for (; !heads && pair >= pairs; pair -= pairs) ++number;
     TY_ROLLED
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
-    if (inter_node && forwards && !wait_head(a, team, round, j)) return false;
+    if (inter_node && forwards && !wait_head(a, team, round, j)) {
+      if (goes_without(c, team)) continue;
+      return false;
+    }
     if (inter_node && forwards && goes_again(a)) {
       publish_sent(c, team, round, pair, served_source(c, j));
       team_barrier(team);
@@ -283,7 +287,10 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       if (closed) return false;
       RankMasks masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : RankMasks{};
       Publisher by{team, in, shared, round.call};
-      if (!publish_tile(c, by, tile, {forwards ? 1 + j : 0, number}, faulty, masks)) return false;
+      if (!publish_tile(c, by, tile, {forwards ? 1 + j : 0, number}, faulty, masks)) {
+        if (inter_node && forwards && goes_without(c, team)) continue;
+        return false;
+      }
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, round, faulty);
     }
     team_barrier(team);
@@ -300,7 +307,9 @@ TY_DEVICE bool begin_messages(const DispatchArgs auto &a, const Round &round, i3
                !wait_staging_share(c, TY_DIRECTION_DISPATCH, round.epoch, lane_index(), warp_size);
   if (goes_again(a)) mark_nodes_again(a, tokens_sent(a));
   else refused = mark_nodes(c, own_choices(a, found)) ? 1 : 0;
-  return !block_any(stuck);
+  if (block_any(stuck)) return false;
+  leave_out_nodes(c, own_choices(a, found).tokens);
+  return true;
 }
 
 // Before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
@@ -421,6 +430,10 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     for (u32 j = served.first; carried && j < sources; j += served.step) {
       if (forwards) {
         carried = wait_chunk(c, round_in(kept), j, 0);
+        if (!carried && tolerates_absence(c) && !closed_for_warp(c)) {
+          carried = true;
+          continue;
+        }
         if (!carried) break;
         Range arrived = goes_again(a) ? range_again(a, round_in(kept), j) : arrived_round(a, round_in(kept), j).rows;
         pass = {served_rows(c, served, j, arrived.end - arrived.first), arrived.first, j};
@@ -466,9 +479,10 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
     work_dispatch<inter_node>(a, round, found, teams, finds_closed(c, progress));
   }
   u64 ended = end_launch(c, TY_DIRECTION_DISPATCH, a.phases, a.handle.call);
-  if (tolerates_absence(c) && !takes_counts(a) && (a.phases & TY_PHASE_RECEIVE)) drop_sources(a, ended);
+  bool last = tolerates_absence(c) && !takes_counts(a) && (a.phases & TY_PHASE_RECEIVE) != 0 && drop_sources(a, ended);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
-  if (inter_node) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
+  if (inter_node && (last || !tolerates_absence(c)))
+    publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
   // The count of the other parity: used by the epoch before, and by the next.
   if (!inter_node && block_index() == 0) store(&state_of(c)->placed[(ended + 1) & 1], 0u);
   if (!goes_again(a) && block_index() == 0 && is_last(c, round_of(c, ended)))
@@ -504,8 +518,10 @@ template <bool inter_node>
 using QuantizeContiguous = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_CONTIGUOUS>;
 template <bool inter_node>
 using QuantizeMasked = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_MASKED>;
-TY_KERNEL(ty_dispatch_absence, AbsenceDispatchArgs) { dispatch<false>(a); }
-TY_KERNEL(ty_dispatch_absence_counts, AbsenceCountsArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_absence, AbsenceDispatchArgs<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_absence_nodes, AbsenceDispatchArgs<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_absence_counts, AbsenceCountsArgs<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_absence_counts_nodes, AbsenceCountsArgs<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous, SpecialisedContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous_nodes, SpecialisedContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_masked, SpecialisedMasked<false>) { dispatch<false>(a); }

@@ -563,7 +563,7 @@ TY_DEVICE bool add_tiles(const Context auto &c, const Publisher &by, const Tile 
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);
   bool failed = false;
   // The block of an earlier tile may wait for a peer, and its error, which names the peer, must come first.
-  Wait wait{TY_SITE_TILE, c.rank, epoch, c.timeout_ns / 16};
+  Wait wait{TY_SITE_TILE, tolerates_absence(c) ? in.source : c.rank, epoch, c.timeout_ns / 16};
   for (u32 before = team_thread(team); before < number; before += team_threads(team))
     failed |= !wait_word(c, wait, tile_rows(c, part, tile.destination(), before).tag, 0, epoch, "tile");
   if (team_any(team, failed)) return false;

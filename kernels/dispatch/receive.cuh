@@ -81,7 +81,7 @@ TY_DEVICE bool wait_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
     u32 value = 0;
     const u64 *word = count_word(c, round, source, e);
     bool first = e == c.local_experts + 2 && round.number == 0;
-    bool received = first || (!is_left_out(c, source) && wait_meta(c, round.call, source, word, value));
+    bool received = first || (!was_cut_off(c, source) && wait_meta(c, round.call, source, word, value));
     failed |= fails(c, received);
     if (tolerates_absence(c) && !received) atomic_or_block(&shared.absent, 1u << source);
     // A word that did not arrive belongs to an earlier call.
@@ -513,10 +513,10 @@ TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const 
 
 // Where ranks may be absent: takes back what came of sources whose rows did not all come, once all other blocks have
 // ended: their output rows are unused. Combine sends them nothing, as they are masked. By a whole block; `ended`: as
-// is_last_block's.
-TY_DEVICE void drop_sources(const DispatchArgs auto &a, u64 ended) {
+// is_last_worker's, whose answer it returns.
+TY_DEVICE bool drop_sources(const DispatchArgs auto &a, u64 ended) {
   const auto &c = a.context;
-  if (!is_last_block(c, TY_DIRECTION_DISPATCH, ended)) return;
+  if (!is_last_worker(c, TY_DIRECTION_DISPATCH, ended)) return false;
   const PlaceShared &shared = block_shared<DispatchShared>().place;
   u64 epoch = load(&block_shared<LaunchShared>().epoch);
   bool token = a.output.layout == TY_LAYOUT_TOKEN, room = fits(a, shared);
@@ -530,6 +530,7 @@ TY_DEVICE void drop_sources(const DispatchArgs auto &a, u64 ended) {
       for (u32 row = rows.first + thread_index(); row < rows.end; row += block_threads()) mark_unused(a, first + row);
     }
   }
+  return true;
 }
 
 // Writes what combine needs of the whole dispatch. By a team of one block.

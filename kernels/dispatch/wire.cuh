@@ -133,6 +133,22 @@ TY_DEVICE bool mark_nodes(const Context auto &c, const Choices &in) {
   return faulty;
 }
 
+// Where ranks may be absent: lets no token go to a node whose rail is masked. By a whole block, after mark_nodes.
+TY_DEVICE void leave_out_nodes(const Context auto &c, u32 tokens) {
+  if (!tolerates_absence(c)) return;
+  NodesShared &shared = block_shared<NodesShared>();
+  const ty_wire_layout &l = layout_of(c, TY_DIRECTION_DISPATCH);
+  for (u32 link = warp_index(); link < l.targets; link += block_warps()) {
+    if (!was_masked(c, peer_of_link(c, TY_DIRECTION_DISPATCH, link))) continue;
+    u32 row = nodes_word(c, node_of_link(c, link), 0);
+    for (u32 word = lane_index(); word < tokens / 32 + 1; word += warp_size) {
+      store(&shared.bitmap[row + word], 0u);
+      store(&shared.before[row + word], 0u);
+    }
+  }
+  block_barrier();
+}
+
 // Writes what combine and its rails need of the messages to a node: each token's row in them, and where rounds begin.
 // By a whole block.
 TY_DEVICE void number_rows(const DispatchArgs auto &a, const Choices &in, u32 link) {
@@ -148,6 +164,15 @@ TY_DEVICE void number_rows(const DispatchArgs auto &a, const Choices &in, u32 li
     store(wire_row + token, goes_to(c, node, token) ? static_cast<i32>(rows_before(c, node, token)) : -1);
 }
 
+// Whether an expert's rank, of another node, was masked as the launch began. Ranks are in the order of nodes.
+TY_DEVICE bool is_owner_masked(const Context auto &c, const ExpertOwner &owner) {
+  if (!tolerates_absence(c) || load(&block_shared<LaunchShared>().masked) == 0) return false;
+  const u64 *owners = pointer<const u64>(c.source_owner);
+  u32 rank = 0;
+  while (rank < c.ranks && (load(owners + rank) & 0xffffu) != owner.node()) ++rank;
+  return rank + owner.rank() < c.ranks && was_masked(c, rank + owner.rank());
+}
+
 // Writes the headers of the rows to a node. By a whole block.
 TY_DEVICE void write_headers(const DispatchArgs auto &a, const Choices &in, char *message, u32 link) {
   const auto &c = a.context;
@@ -161,7 +186,7 @@ TY_DEVICE void write_headers(const DispatchArgs auto &a, const Choices &in, char
         if (choice.k == 0) store(header, static_cast<i32>(choice.token));
         // Experts of other nodes, too: sorting them out here would be one more trip to memory, and the node recognises
         // its own.
-        store(header + 1 + choice.k, choice.expert);
+        store(header + 1 + choice.k, is_owner_masked(c, choice.owner) ? -1 : choice.expert);
         if (c.weights == TY_WEIGHTS_DISPATCH)
           store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), choice.weight);
       });
@@ -180,14 +205,18 @@ TY_DEVICE WireRound wire_round(const Context auto &c, u32 node, const Round &rou
   return {rows, {rows.end - rows.first, round.number == 0 ? rows_before(c, node, tokens) : 0}};
 }
 
-// Packs the head of the message to one node, with the headers if it is the call's first. By a whole block, after
-// begin_messages.
+// Packs the head of the message to one node, with the headers if it is the call's first; nothing for a rail that is
+// masked. By a whole block, after begin_messages.
 TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Round &round, u32 link, bool faulty) {
   const auto &c = a.context;
   bool begins = round.number == 0 && !goes_again(a);
   char *message = staging_of(c, TY_DIRECTION_DISPATCH, round.epoch, link);
   WireRound own = wire_round(c, node_of_link(c, link), round, in.tokens);
   if (goes_again(a)) own.shape.headers = 0;
+  if (was_masked(c, rail_of_link(c, link))) {
+    if (begins) number_rows(a, in, link);
+    return;
+  }
   if (thread_index() == 0) publish_chunks(c, TY_DIRECTION_DISPATCH, round.epoch, link, own.shape.rows);
   if (begins) write_headers(a, in, message, link);
   block_barrier();
@@ -293,8 +322,9 @@ TY_DEVICE bool goes_with(const DispatchArgs auto &a, u64 epoch, u32 j) {
   return theirs == own;
 }
 
-// Waits until the head of source j's message is here. By a team. False once a deadline passed, or if the message is of
-// another call: what came is then passed on to nobody, since the other ranks of the node have no other way to know.
+// Waits until the head of source j's message is here. By a team. False once a deadline passed, if the source is masked,
+// or if the message is of another call: what came is then passed on to nobody, since the other ranks of the node have
+// no other way to know.
 TY_DEVICE bool wait_head(const DispatchArgs auto &a, const Team &team, const Round &round, u32 j) {
   bool failed = team_thread(team) == 0 &&
                 (!wait_arrived(a.context, TY_DIRECTION_DISPATCH, round.epoch, j, 0) || !goes_with(a, round.epoch, j));

@@ -187,7 +187,7 @@ typedef struct ty_regions {
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
   ty_region combine_free;  // [local rank] uint64: the last combine likewise
-  ty_region signs;         // [local rank] uint64 [2]: that rank's signs of life; whether it has masked this one
+  ty_region signs;         // [local rank] uint64 [1 + ranks]: that rank's signs of life; which ranks it has masked
 
   // In one node, with in-place output: peers store rows directly into the output in the arena.
   ty_region in_place_rows;    // rows of the output, row_bytes apart; source_stride 0: there is none
@@ -239,12 +239,14 @@ typedef struct ty_wire_layout {
 // Words that a rank shares with its proxy, and tables that go with them. Words are 64 bits.
 typedef struct ty_wire {
   ty_wire_layout layouts[TY_DIRECTIONS];
-  uint64_t doorbells;     // host memory, [doorbell]: {epoch's low half, bytes}, by the device
-  uint64_t chunk_counts;  // host memory, [link word]: chunks of the message, by the device
+  uint64_t doorbells; // host memory, [doorbell]: {epoch's low half, bytes}, by the device
+  uint64_t
+      chunk_counts; // host memory, [link word]: chunks of the message, by the device; [life_word]: its signs of life
   uint64_t host_arrivals; // host memory, [first_arrived + parity * receive buffers * chunks + n] of polled words: the
                           // n-th arrival of an epoch, by the proxy; polled by one thread alone
   uint64_t host_free;     // host memory, [link word] of polled words: epochs, by the proxy; polled by the same thread
-  uint64_t host_lost;     // host memory, one word by the proxy: 1 + a lost rank; polled likewise
+  uint64_t host_lost; // host memory, polled words by the proxy: 1 + the rank that was lost last; then for each rank of
+                      // the first generation all ones if it is lost, else its signs of life; polled likewise
   uint64_t arrived; // device memory, [first_arrived + (parity * receive buffers + source) * chunks + chunk]: epochs, by
                     // that thread for all others
   uint64_t free;    // device memory, [link word]: copies of host_free
@@ -380,7 +382,7 @@ typedef struct ty_context {
   uint64_t
       silences; // uint64 [ranks], host memory: epoch << 2 | 1 + direction in which a deadline masked a rank; 0: none
   uint32_t masks_silent; // 1: a deadline masks the rank that is waited for, instead of closing the context
-  uint32_t absence_reserved;
+  uint32_t life_word;    // of this rank's signs of life among chunk_counts, between nodes
   ty_regions regions;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas in this device's addresses; own at [local]

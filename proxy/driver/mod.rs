@@ -117,6 +117,8 @@ impl<T: Transport> Hands<'_, T> {
 fn notify_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
     for Bound { memory, wire } in contexts.iter().flatten() {
         if concerns(wire) {
+            memory.lost.publish(1 + rank.index(), u64::MAX);
+            // After the rank's own word, which a device looks at once it sees this one.
             memory.lost.publish(0, u64::from(rank.0) + 1);
         }
     }
@@ -136,7 +138,7 @@ impl<T: Transport> Outputs for Hands<'_, T> {
     }
 
     fn flag(&mut self, flag: Flag) {
-        let (Flag::Arrived { context, .. } | Flag::StagingFree { context, .. }) = flag;
+        let (Flag::Arrived { context, .. } | Flag::StagingFree { context, .. } | Flag::Life { context, .. }) = flag;
         let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
         let (words, at, word) = match flag {
             Flag::Arrived { direction, source, chunk, epoch, place, .. } => {
@@ -145,6 +147,7 @@ impl<T: Transport> Outputs for Hands<'_, T> {
             Flag::StagingFree { direction, link, epoch, .. } => {
                 (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
             }
+            Flag::Life { peer, count, .. } => (&memory.lost, 1 + peer.index(), u64::from(count)),
         };
         // E5, E10: acquired by the one device thread that polls these words.
         words.publish(at, word);
@@ -412,6 +415,10 @@ impl<T: Transport + 'static> Driver<T> {
     fn tick(&mut self) {
         self.now_ns = (self.clock)();
         self.look_in = POLLS_PER_LOOK;
+        for (index, Bound { memory, wire }) in (0u8..).zip(&self.contexts).filter_map(|(i, c)| Some((i, c.as_ref()?))) {
+            let count = memory.chunks.get(wire.life_word()).map_or(0, |word| word.load(Ordering::Relaxed));
+            self.machine.set_life(ContextIdx(index), count as u16);
+        }
     }
 
     /// Steps the machine, and rings the doorbells of what it has posted since the last poll.

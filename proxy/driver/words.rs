@@ -101,13 +101,14 @@ impl Words {
 pub struct ContextMemory {
     /// Written by the device: a chunk is packed.
     pub doorbells: Words,
-    /// Written by the device: how many chunks a message has.
+    /// Written by the device: how many chunks a message has; last, how many signs of life it has given.
     pub chunks: Words,
     /// Written by the proxy: arrivals, in the order in which chunks arrive.
     pub arrived: Words,
     /// Written by the proxy: staging may be packed again.
     pub staging_free: Words,
-    /// Written by the proxy: one more than the rank of a lost peer.
+    /// Written by the proxy: one more than the rank that was lost last; then for each rank all ones
+    /// if it is lost, else how many signs of life its device has given.
     pub lost: Words,
 }
 

@@ -1,20 +1,27 @@
 //! Control messages between proxies. Whatever arrives is either exactly one of these or is dropped.
 //!
 //! ```text
-//!  byte 0        4         5      6          8          12
-//!       | magic  | version | kind | sequence | sender   |        little end first
+//!  byte 0        4         5      6          8        12                20
+//!       | magic  | version | kind | sequence | sender | counts of life |        little end first
 //! ```
+//!
+//! The counts, of 16 bits for each context number, are by the sender's devices: of signs that they are alive and wait
+//! for others. They go to the devices of the receiver as they are.
 //!
 //! The sequence counts how often the sender has become busy or come back; while it is odd, the sender is busy. Every
 //! message carries it, so the next message makes up for a lost or late one, and the receiver recognises an overtaken
 //! one.
 
 use crate::base::Rank;
+use crate::transport::network::imm::MAX_CONTEXTS;
 
 const MAGIC: [u8; 4] = *b"tyhb";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 /// Length of every control message.
-pub(super) const BYTES: usize = 12;
+pub(super) const BYTES: usize = 12 + 2 * MAX_CONTEXTS;
+
+/// Signs of life of a rank's devices, by context number.
+pub(super) type Life = [u16; MAX_CONTEXTS];
 
 /// A message from proxy to proxy besides data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +33,7 @@ pub(super) enum Control {
 }
 
 impl Control {
-    pub fn encode(self, sender: Rank, sequence: Sequence) -> [u8; BYTES] {
+    pub fn encode(self, sender: Rank, sequence: Sequence, life: Life) -> [u8; BYTES] {
         let kind = match self {
             Control::Heartbeat => 1,
             Control::Leave => 2,
@@ -35,15 +42,23 @@ impl Control {
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4..6].copy_from_slice(&[VERSION, kind]);
         bytes[6..8].copy_from_slice(&sequence.0.to_le_bytes());
-        bytes[8..].copy_from_slice(&sender.0.to_le_bytes());
+        bytes[8..12].copy_from_slice(&sender.0.to_le_bytes());
+        for (to, count) in bytes[12..].chunks_exact_mut(2).zip(life) {
+            to.copy_from_slice(&count.to_le_bytes());
+        }
         bytes
     }
 
     /// `None` unless the message is well-formed in every byte and its sender is the one who sent it.
-    pub fn decode(bytes: &[u8], sender: Rank) -> Option<(Control, Sequence)> {
-        let sequence = Sequence(u16::from_le_bytes([*bytes.get(6)?, *bytes.get(7)?]));
-        let kinds = [Control::Heartbeat, Control::Leave].into_iter();
-        Some((kinds.clone().find(|control| control.encode(sender, sequence) == bytes)?, sequence))
+    pub fn decode(bytes: &[u8], sender: Rank) -> Option<(Control, Sequence, Life)> {
+        let half = |at: usize| Some(u16::from_le_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
+        let sequence = Sequence(half(6)?);
+        let mut life = Life::default();
+        for (context, count) in life.iter_mut().enumerate() {
+            *count = half(12 + 2 * context)?;
+        }
+        let mut kinds = [Control::Heartbeat, Control::Leave].into_iter();
+        Some((kinds.find(|control| control.encode(sender, sequence, life) == bytes)?, sequence, life))
     }
 }
 
@@ -74,12 +89,13 @@ mod tests {
     fn every_damaged_byte_is_noticed() {
         let sender = Rank(1027);
         for control in [Control::Heartbeat, Control::Leave] {
-            let bytes = control.encode(sender, Sequence(0xfffe));
-            assert_eq!(Control::decode(&bytes, sender), Some((control, Sequence(0xfffe))));
+            let life = [1, 0, u16::MAX, 0x1234];
+            let bytes = control.encode(sender, Sequence(0xfffe), life);
+            assert_eq!(Control::decode(&bytes, sender), Some((control, Sequence(0xfffe), life)));
             assert_eq!(Control::decode(&bytes, Rank(1026)), None);
             assert_eq!(Control::decode(&bytes[..BYTES - 1], sender), None);
             assert_eq!(Control::decode(&[&bytes[..], &[0]].concat(), sender), None);
-            for at in (0..BYTES).filter(|at| !(5..8).contains(at)) {
+            for at in (0..12).filter(|at| !(5..8).contains(at)) {
                 let mut damaged = bytes;
                 damaged[at] ^= 0x40;
                 assert_eq!(Control::decode(&damaged, sender), None, "byte {at}");

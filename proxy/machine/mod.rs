@@ -45,7 +45,7 @@ use crate::proxy::counter::Counted;
 use crate::proxy::wire::{ChunkIdx, ContextIdx, Direction, LinkIdx, NicIdx, SourceIdx, Wire};
 use crate::transport::network::imm::{Decoded, ImmFields, ImmValue, MAX_CONTEXTS, MAX_RANKS};
 use crate::transport::network::{Failure, RegionId, WriteImm};
-use control::Control;
+use control::{Control, Life};
 use links::{Context, Outcome};
 use peers::{Peers, Silent, State};
 use std::collections::VecDeque;
@@ -151,6 +151,15 @@ pub enum Flag {
         link: LinkIdx,
         /// Of which epoch.
         epoch: u64,
+    },
+    /// A peer's device shows that it is alive, though its messages do not come.
+    Life {
+        /// Of which context.
+        context: ContextIdx,
+        /// Whose.
+        peer: Rank,
+        /// How many such signs it has given, modulo 2^16.
+        count: u16,
     },
 }
 
@@ -535,6 +544,11 @@ impl Machine {
         self.peers.forget_parted();
     }
 
+    /// Takes how many signs of life this rank's device has given in a context, modulo 2^16: heartbeats carry them.
+    pub fn set_life(&mut self, index: ContextIdx, count: u16) {
+        self.peers.set_life(index.index(), count);
+    }
+
     /// Notifies all peers that this rank leaves, with the next inputs of time; see `has_left`.
     pub fn leave(&mut self) {
         self.peers.leave();
@@ -564,7 +578,7 @@ impl Machine {
             Input::Failed { token, failure } => self.completed(token, Ending::Failed(failure), out),
             Input::Dropped { token } => self.completed(token, Ending::Dropped, out),
             Input::Immediate { imm } => self.immediate(imm, out),
-            Input::Message { peer, bytes } => self.message(peer, bytes),
+            Input::Message { peer, bytes } => self.message(peer, bytes, out),
             Input::Time { now_ns } => self.time(now_ns, out),
         }
     }
@@ -664,12 +678,28 @@ impl Machine {
         self.peers.received_from(fields.source);
     }
 
-    fn message(&mut self, peer: Rank, bytes: &[u8]) {
+    fn message(&mut self, peer: Rank, bytes: &[u8], out: &mut impl Outputs) {
         match (Control::decode(bytes, peer), self.peers.state(peer)) {
             (None, _) => self.stats.bad_messages += 1,
             (Some(_), State::Unlinked) => self.stats.strange_messages += 1,
-            (Some((control, sequence)), State::Parted | State::Expected | State::Alive | State::Left | State::Lost) => {
-                self.peers.control(peer, control, sequence);
+            (
+                Some((control, sequence, life)),
+                State::Parted | State::Expected | State::Alive | State::Left | State::Lost,
+            ) => {
+                let before = self.peers.control(peer, control, sequence, life);
+                if self.peers.state(peer) != State::Lost {
+                    self.show_life(peer, before, life, out);
+                }
+            }
+        }
+    }
+
+    /// Passes on what has changed among a peer's signs of life.
+    fn show_life(&self, peer: Rank, before: Life, now: Life, out: &mut impl Outputs) {
+        for (index, (before, count)) in (0u8..).zip(before.into_iter().zip(now)) {
+            let context = self.contexts.get(usize::from(index)).and_then(Option::as_ref);
+            if before != count && context.is_some_and(|context| context.peers().any(|named| named == peer)) {
+                out.flag(Flag::Life { context: ContextIdx(index), peer, count });
             }
         }
     }

@@ -22,7 +22,7 @@
 //! Opening a context that names a peer sets it to Expected, unless it is Alive. Nothing is sent to a lost peer, so that
 //! a loss seen by one side is soon seen by both.
 
-use super::control::{Control, Sequence};
+use super::control::{Control, Life, Sequence};
 use super::{Answer, Liveness, Outputs};
 use crate::base::Rank;
 use std::collections::VecDeque;
@@ -50,6 +50,8 @@ struct Peer {
     sequence: Option<Sequence>,
     /// Whether it is queued for a heartbeat.
     due: bool,
+    /// Its devices' signs of life, as last received.
+    life: Life,
 }
 
 /// A peer that was silent for too long.
@@ -78,6 +80,8 @@ pub(super) struct Peers {
     leaving: bool,
     /// This rank's own sequence: whether it is busy, and how often it was.
     sequence: Sequence,
+    /// Of this rank's devices.
+    life: Life,
 }
 
 impl Peers {
@@ -86,13 +90,30 @@ impl Peers {
             own,
             liveness,
             now_ns: 0,
-            table: vec![Peer { state: State::Unlinked, received_ns: 0, sequence: None, due: false }; world],
+            table: vec![
+                Peer {
+                    state: State::Unlinked,
+                    received_ns: 0,
+                    sequence: None,
+                    due: false,
+                    life: Life::default()
+                };
+                world
+            ],
             linked: Vec::with_capacity(world),
             next: 0,
             next_ns: 0,
             due: VecDeque::with_capacity(world),
             leaving: false,
             sequence: Sequence::default(),
+            life: Life::default(),
+        }
+    }
+
+    /// Takes the count of signs of life of this rank's device in a context, for the next heartbeats.
+    pub fn set_life(&mut self, context: usize, count: u16) {
+        if let Some(own) = self.life.get_mut(context) {
+            *own = count;
         }
     }
 
@@ -152,10 +173,10 @@ impl Peers {
         }
     }
 
-    /// A control message of a linked peer.
-    pub fn control(&mut self, rank: Rank, control: Control, sequence: Sequence) {
+    /// A control message of a linked peer. Returns the former signs of life of its devices.
+    pub fn control(&mut self, rank: Rank, control: Control, sequence: Sequence, life: Life) -> Life {
         self.received_from(rank);
-        let Some(peer) = self.table.get_mut(rank.index()) else { return };
+        let Some(peer) = self.table.get_mut(rank.index()) else { return life };
         if peer.sequence.is_none_or(|before| sequence.is_after(before)) {
             peer.sequence = Some(sequence);
         }
@@ -163,6 +184,7 @@ impl Peers {
         if control == Control::Leave && matches!(peer.state, State::Alive | State::Parted) {
             peer.state = State::Left;
         }
+        std::mem::replace(&mut peer.life, life)
     }
 
     /// Marks a peer as lost; false if it was lost already.
@@ -274,7 +296,7 @@ impl Peers {
             let state = self.state(rank);
             let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
             let wanted = matches!(state, State::Expected | State::Alive | State::Parted);
-            if wanted && out.send(rank, &control.encode(self.own, self.sequence)) == Answer::Full {
+            if wanted && out.send(rank, &control.encode(self.own, self.sequence, self.life)) == Answer::Full {
                 self.due.push_back(rank);
                 continue;
             }

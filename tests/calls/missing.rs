@@ -1,6 +1,8 @@
 //! Ranks that are missing: calls go on without those that are masked or fall silent, whatever these had sent by then,
 //! and every row and sum of the others is right. Ranks that are alive are never masked.
 
+mod nodes;
+
 use crate::rig;
 
 use rig::{EXPERTS, HIDDEN, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, on_ranks, test_device, values};
@@ -86,6 +88,8 @@ struct Member {
     spare: DeviceBuffer,
     capacity: usize,
     weights: Weights,
+    /// Ranks of each node.
+    nodes: Vec<usize>,
 }
 
 impl Member {
@@ -99,7 +103,8 @@ impl Member {
         let (token_experts, token_weights) = (alloc(4 * most * TOP_K), alloc(4 * most * TOP_K));
         world.barrier("outputs").unwrap();
         let (ranks, weights, spare) = (world.size(), Weights::Dispatch, alloc(4 * world.size()));
-        Member { rig, ranks, rows, row_expert, source, token_experts, token_weights, spare, capacity, weights }
+        let nodes = world.nodes().to_vec();
+        Member { rig, ranks, rows, row_expert, source, token_experts, token_weights, spare, capacity, weights, nodes }
     }
 
     fn late(self) -> Member {
@@ -248,12 +253,30 @@ impl Member {
 
     /// What is wrong with the sums of a combine to which these ranks have added.
     fn wrong_sums(&self, call: Call, adds: &[bool]) -> Option<String> {
-        let (rank, per_rank, seen) = (self.rig.rank, EXPERTS / self.ranks, self.rig.sums());
+        self.wrong_sums_of_any(call, &[adds.to_vec()])
+    }
+
+    /// The same, where to each token one or another set of ranks has added.
+    fn wrong_sums_of_any(&self, call: Call, sets: &[Vec<bool>]) -> Option<String> {
+        let seen = self.rig.sums();
         (0..MAX_TOKENS).find_map(|token| {
-            let row = values(&Rig::row_of(rank, token, call.salt));
-            let named = choices(rank, token, call.salt);
-            let mut sum = vec![0.0f32; HIDDEN];
-            for owner in (0..self.ranks).filter(|owner| adds[*owner]) {
+            let found = values(&seen[token * ROW..][..ROW]);
+            let wanted: Vec<_> = sets.iter().map(|adds| self.sum(call, token, adds)).collect();
+            let starts: Vec<_> = wanted.iter().map(|sum| &sum[..4]).collect();
+            (!wanted.contains(&found)).then(|| format!("token {token} is {:?}.., not one of {starts:?}", &found[..4]))
+        })
+    }
+
+    /// A token's sum of what these ranks add: over nodes in order, each the sum of its ranks, rounded by other nodes.
+    fn sum(&self, call: Call, token: usize, adds: &[bool]) -> Vec<f32> {
+        let (rank, per_rank) = (self.rig.rank, EXPERTS / self.ranks);
+        let row = values(&Rig::row_of(rank, token, call.salt));
+        let named = choices(rank, token, call.salt);
+        let (mut sum, mut first) = (vec![0.0f32; HIDDEN], 0);
+        for ranks in &self.nodes {
+            let (node, mut of_node) = (first..first + ranks, vec![0.0f32; HIDDEN]);
+            first += ranks;
+            for owner in node.clone().filter(|owner| adds[*owner]) {
                 let mut partial = vec![0.0f32; HIDDEN];
                 let here = (0..TOP_K).filter(|k| named[*k] >= 0 && named[*k] as usize / per_rank == owner);
                 for k in here {
@@ -264,12 +287,12 @@ impl Member {
                         *column = if call.layout == 2 { of_token } else { term };
                     }
                 }
-                sum.iter_mut().zip(partial).for_each(|(sum, term)| *sum += rounded(term));
+                of_node.iter_mut().zip(partial).for_each(|(sum, term)| *sum += rounded(term));
             }
-            let wanted: Vec<f32> = sum.into_iter().map(rounded).collect();
-            let found = values(&seen[token * ROW..][..ROW]);
-            (found != wanted).then(|| format!("token {token} is {:?}.., not {:?}..", &found[..4], &wanted[..4]))
-        })
+            let own = node.contains(&rank);
+            sum.iter_mut().zip(of_node).for_each(|(sum, term)| *sum += if own { term } else { rounded(term) });
+        }
+        sum.into_iter().map(rounded).collect()
     }
 
     fn silent(&self) -> Vec<usize> {

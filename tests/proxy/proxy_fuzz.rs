@@ -25,6 +25,8 @@ use tokenyard::internals::transport::network::{Event, MAX_MESSAGE, Posted, Reaso
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
+/// Of rank 0, whose devices have given no sign of life.
+const HEARTBEAT: [u8; 20] = *b"tyhb\x03\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 const POLLS: usize = 250;
 
 /// A seeded generator (splitmix64).
@@ -171,16 +173,16 @@ impl Fuzzed {
             0 => draw.next() as u32,
             _ => draw.below(WORLD as u64 + 1) as u32,
         };
-        let mut bytes = *b"tyhb\x02\x01\0\0\0\0\0\0";
-        bytes[8..].copy_from_slice(&peer.to_le_bytes());
+        let mut bytes = HEARTBEAT;
+        bytes[8..12].copy_from_slice(&peer.to_le_bytes());
         let mut bytes = bytes.to_vec();
         match draw.below(10) {
             0 => bytes[5] = 2,
-            1 => bytes.truncate(draw.below(12) as usize),
-            2 => bytes.extend((0..=draw.below(MAX_MESSAGE as u64 - 12)).map(|_| 0)),
+            1 => bytes.truncate(draw.below(20) as usize),
+            2 => bytes.extend((0..=draw.below(MAX_MESSAGE as u64 - 20)).map(|_| 0)),
             3 => bytes[4] = draw.next() as u8,
             4 => bytes[5] = draw.next() as u8,
-            5 => bytes[8..].copy_from_slice(&(draw.below(WORLD as u64) as u32).to_le_bytes()),
+            5 => bytes[8..12].copy_from_slice(&(draw.below(WORLD as u64) as u32).to_le_bytes()),
             6 => bytes = (0..draw.below(MAX_MESSAGE as u64 + 1)).map(|_| draw.next() as u8).collect(),
             7 => {}
             _ => (0..=draw.below(3)).for_each(|_| bytes[draw.below(12) as usize] ^= 1 << draw.below(8)),
@@ -309,7 +311,7 @@ impl Fuzzed {
         let machine = self.driver.machine();
         self.model.check(machine.stats(), |context| machine.under_way(ContextIdx(context as u8)));
         for (peer, bytes) in self.wires.lock().unwrap().sends.drain(..) {
-            assert_eq!((bytes, (2..=5).contains(&peer.0)), (b"tyhb\x02\x01\0\0\0\0\0\0".to_vec(), true), "to {peer}");
+            assert_eq!((bytes, (2..=5).contains(&peer.0)), (HEARTBEAT.to_vec(), true), "to {peer}");
         }
     }
 

@@ -130,8 +130,9 @@ fn with_missing(case: Case, usable: bool) -> Case {
     if dice.once_in(3) && !usable {
         return case;
     }
-    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, chunk_rows: None, double_buffer: true, ..case };
-    let case = Case { network: NetworkWord::Hostile, ..case };
+    let late = case.several_nodes() && case.weights == WeightsWord::Combine;
+    let weights = if late { WeightsWord::Dispatch } else { case.weights };
+    let case = Case { weights, ..case };
     Case { partial: PartialWord::Same, payload: 0, gathered: false, again: false, ..case }
 }
 

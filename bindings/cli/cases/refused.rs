@@ -70,14 +70,15 @@ impl Case {
 
     /// Whether the library builds no context of such a case that goes on without missing ranks.
     fn builds_no_missing(&self) -> bool {
-        self.several_nodes() || self.partial != PartialWord::Same || self.payload > 0
+        let late = self.several_nodes() && self.weights == WeightsWord::Combine;
+        late || self.partial != PartialWord::Same || self.payload > 0
     }
 
     /// Why calls of this case do not go on without missing ranks, if there is a reason.
     pub fn why_nobody_is_missing(&self) -> Option<&'static str> {
         let reasons = [
-            (self.several_nodes(), "it is for worlds of one node"),
             (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
+            (self.several_nodes() && self.weights == WeightsWord::Combine, "between nodes weights come with dispatch"),
             (self.partial != PartialWord::Same, "partial rows are of the combine dtype"),
             (self.payload > 0, "its sums have no payload"),
             (self.in_place, "its output is not in place"),
@@ -88,10 +89,41 @@ impl Case {
         reasons.into_iter().find(|(holds, _)| *holds && self.missing != MissingWord::No).map(|(_, why)| why)
     }
 
-    /// The ranks that are missing from a rank's calls: the last one, and from the last one's all others.
-    pub fn missing_from(&self, rank: usize) -> Vec<bool> {
+    /// The ranks that a rank masks: the last one, and the last one all others.
+    pub fn masked_by(&self, rank: usize) -> Vec<bool> {
         let apart = |rank: usize| self.missing == MissingWord::One && rank + 1 == self.world;
         (0..self.world).map(|other| apart(other) != apart(rank)).collect()
+    }
+
+    /// The ranks whose rows do not come to a rank: that are masked, or whose rail in the rank's node is.
+    pub fn sources_missing_from(&self, rank: usize) -> Vec<bool> {
+        (0..self.world).map(|source| self.is_cut(rank, source, rank)).collect()
+    }
+
+    /// The ranks that add nothing to a rank's sums: that are masked, or by way of whose node's rail rows do not go.
+    pub fn owners_missing_from(&self, rank: usize) -> Vec<bool> {
+        (0..self.world).map(|owner| self.is_cut(rank, rank, owner)).collect()
+    }
+
+    /// Whether nothing goes from `source` to `owner`, by the masks of the rank `by`, which is one of them.
+    fn is_cut(&self, by: usize, source: usize, owner: usize) -> bool {
+        let masked = self.masked_by(by);
+        let ((from, local), (to, _)) = (self.place_of(source), self.place_of(owner));
+        let sizes = self.node_sizes();
+        let rail = sizes[..to].iter().sum::<usize>() + local % sizes[to];
+        masked[source] || masked[owner] || (from != to && masked[rail])
+    }
+
+    /// A rank's node, and its place there.
+    fn place_of(&self, rank: usize) -> (usize, usize) {
+        let (mut node, mut local) = (0, rank);
+        for ranks in self.node_sizes() {
+            if local < ranks {
+                break;
+            }
+            (node, local) = (node + 1, local - ranks);
+        }
+        (node, local)
     }
 
     /// Why this case cannot have such a payload, if there is a reason.

@@ -17,12 +17,25 @@ use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, expec
 pub struct Planned {
     /// The reference's view of the fault.
     faults: Faults,
-    /// By rank: which ranks are missing from its calls.
-    missing: Vec<Vec<bool>>,
+    /// By rank: what its calls lack of ranks that are missing.
+    missing: Vec<Lacking>,
     /// The rank whose output is too small.
     overflow: Option<Overflow>,
     /// Room that this rank's output has if it is to fit exactly.
     exact: Option<usize>,
+}
+
+/// Which sources' rows do not come to a rank, and which ranks add nothing to its sums.
+#[derive(Debug, Clone, Default)]
+struct Lacking {
+    sources: Vec<bool>,
+    owners: Vec<bool>,
+}
+
+impl Lacking {
+    fn of(case: &Case, rank: usize) -> Lacking {
+        Lacking { sources: case.sources_missing_from(rank), owners: case.owners_missing_from(rank) }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +77,7 @@ impl Planned {
         // An iteration that is not the last.
         let at = dice.below(case.iters.saturating_sub(1));
         let first = dice.below(case.world);
-        let missing: Vec<_> = (0..case.world).map(|rank| case.missing_from(rank)).collect();
+        let missing: Vec<_> = (0..case.world).map(|rank| Lacking::of(case, rank)).collect();
         if iteration != at {
             return Planned { missing, ..Planned::default() };
         }
@@ -118,7 +131,7 @@ impl Planned {
             if full == rank {
                 kinds.push(Kind::Capacity { needed: needed as u64, given: given as u64 });
             }
-            if sends_to(spec, &sources[rank], full) && !self.missing[rank][full] {
+            if sends_to(spec, &sources[rank], full) && !self.missing[rank].owners[full] {
                 kinds.push(Kind::Incomplete { peer: full });
             }
         }
@@ -127,12 +140,13 @@ impl Planned {
 }
 
 /// Faults, and ranks that send nothing and add nothing.
-fn with_missing(faults: &Faults, missing: &[bool]) -> Faults {
-    let either = |faulty: &[bool]| {
+fn with_missing(faults: &Faults, lacking: &Lacking) -> Faults {
+    let either = |faulty: &[bool], missing: &[bool]| {
         let of = |(rank, missing): (usize, &bool)| *missing || faulty.get(rank).copied().unwrap_or(false);
         missing.iter().enumerate().map(of).collect()
     };
-    Faults { silent: either(&faults.silent), overflowed: either(&faults.overflowed) }
+    let silent = either(&faults.silent, &lacking.sources);
+    Faults { silent, overflowed: either(&faults.overflowed, &lacking.owners) }
 }
 
 /// Compares the refusing ranks that a context has reported so far (`seen`, each with the epoch of its dispatch) with
@@ -211,7 +225,7 @@ fn shrink(
         return Planned::default();
     }
     for rank in ranks {
-        let missing = with_missing(&Faults::default(), &case.missing_from(rank));
+        let missing = with_missing(&Faults::default(), &Lacking::of(case, rank));
         let needed = expected_dispatch(spec, sources, &missing, rank).needed;
         if needed > 0 {
             // Mostly one row too few.

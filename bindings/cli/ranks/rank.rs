@@ -300,7 +300,7 @@ impl<'a> RankRun<'a> {
         result: &mut RankResult,
     ) -> Result<()> {
         // Those that are missing here refuse nothing here.
-        let missing = self.job.case.missing_from(self.rank);
+        let missing = self.job.case.sources_missing_from(self.rank);
         if matches!(self.job.case.fault, FaultWord::None | FaultWord::Forged) {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
@@ -431,7 +431,7 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         builder = builder.sms(room.saturating_sub(nic).max(2));
     }
     let ep = builder.build()?;
-    for rank in case.missing_from(world.rank().index()).iter().zip(0..).filter(|(missing, _)| **missing) {
+    for rank in case.masked_by(world.rank().index()).iter().zip(0..).filter(|(missing, _)| **missing) {
         ep.mask_rank(Rank(rank.1))?;
     }
     Ok(ep)

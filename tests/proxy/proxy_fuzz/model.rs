@@ -334,8 +334,7 @@ impl Model {
 
     pub fn message(&mut self, peer: u32, bytes: &[u8]) {
         self.messages += 1;
-        let good =
-            matches!(bytes, [b't', b'y', b'h', b'b', 2, 1 | 2, _, _, sender @ ..] if *sender == peer.to_le_bytes());
+        let good = matches!(bytes, [b't', b'y', b'h', b'b', 3, 1 | 2, _, _, sender @ ..] if sender.len() == 12 && sender[..4] == peer.to_le_bytes());
         let known = self.parted.contains(&peer) || self.named().contains(&peer);
         if good && known && bytes[5] == 2 {
             self.left.insert(peer);

@@ -126,10 +126,11 @@ impl Bench {
 
     /// A control message from rank `peer` to rank 0.
     fn receive(&mut self, peer: u32, kind: u8, sequence: u16) {
-        let mut message = *b"tyhb\x02\0\0\0\0\0\0\0";
+        let mut message = [0; 20];
+        message[..5].copy_from_slice(b"tyhb\x03");
         message[5] = kind;
         message[6..8].copy_from_slice(&sequence.to_le_bytes());
-        message[8..].copy_from_slice(&peer.to_le_bytes());
+        message[8..12].copy_from_slice(&peer.to_le_bytes());
         self.step(Input::Message { peer: Rank(peer), bytes: &message });
     }
 
@@ -706,4 +707,34 @@ fn own_code_costs_little() {
         );
         assert!(each(post) < 5000.0 && each(sent) < 5000.0 && each(count) < 5000.0, "own code is slow");
     }
+}
+
+#[test]
+fn signs_of_life_of_devices_cross_with_heartbeats_and_those_of_lost_peers_do_not() {
+    let mut b = Bench::new(3, 1);
+    b.machine.set_life(C, 0x1234);
+    b.time(0.2);
+    assert!(!b.hands.sends.is_empty());
+    for (_, message) in &b.hands.sends {
+        let at = 12 + 2 * usize::from(C.0);
+        assert_eq!(message[at..at + 2], [0x34, 0x12]);
+    }
+    let mut message = [0; 20];
+    message[..6].copy_from_slice(b"tyhb\x03\x01");
+    message[8] = 1;
+    // Of this context and of one that is not open.
+    for (count, other) in [(1u16, 0u8), (1, 3), (2, 0), (u16::MAX, 0), (0, 0)] {
+        message[12..].fill(other);
+        message[12 + 2 * usize::from(C.0)..][..2].copy_from_slice(&count.to_le_bytes());
+        b.step(Input::Message { peer: Rank(1), bytes: &message });
+    }
+    let shown = [1, 2, u16::MAX, 0].map(|count| Flag::Life { context: C, peer: Rank(1), count });
+    assert_eq!(b.hands.flags, shown);
+    // A write that fails loses the peer.
+    b.ring(1, 100, 1);
+    let token = b.hands.posts[0].token;
+    b.step(Input::Failed { token, failure: REFUSED_ACCESS });
+    message[12..].fill(7);
+    b.step(Input::Message { peer: Rank(1), bytes: &message });
+    assert!(b.hands.flags.iter().filter(|flag| matches!(flag, Flag::Life { .. })).count() == shown.len());
 }

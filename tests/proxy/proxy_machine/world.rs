@@ -313,6 +313,8 @@ impl Outputs for Hands<'_> {
             Flag::Arrived { context, direction, source, chunk, epoch, place } => {
                 self.shared.arrived(self.rank, context, direction, (source, chunk), epoch, place);
             }
+            // Nobody here gives signs.
+            Flag::Life { .. } => panic!("a sign of life"),
             Flag::StagingFree { context, direction, link, epoch } => {
                 self.shared.freed(self.rank, context, direction, link, epoch);
             }
