@@ -278,7 +278,7 @@ pub use bindings::api::{
 // ---- calls: their arguments, and calls under way
 pub use bindings::api::{
     CombineSent, Combined, Counts, Handle, IndexType, Layout, NewRows, Output, Payload, Placed, Refused, Rows,
-    ScaleOrder, ScaleView, Sent, SentAgain, Strides, TokenCount, Tokens,
+    ScaleOrder, ScaleView, Sent, SentAgain, Strides, TokenCount, TokenPayload, Tokens,
 };
 
 // ---- errors and statistics of a context, and how to end a wait

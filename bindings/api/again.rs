@@ -4,6 +4,7 @@ use super::call_format::CallFormat;
 use super::calls::{Layout, ScaleOrder, ScaleView, Source, Target, TokenCount};
 use super::format::RowFormat;
 use super::needs::Needs;
+use super::payload::TokenPayload;
 use crate::base::Result;
 use crate::ffi::layout as raw;
 use crate::kernels::View;
@@ -27,6 +28,8 @@ pub struct NewRows {
     pub scales: Option<ScaleView>,
     /// Number of tokens: that of the handle's dispatch.
     pub count: TokenCount,
+    /// A side payload of these rows, on all ranks or on none, whatever the handle's dispatch had.
+    pub payload: Option<TokenPayload>,
 }
 
 /// Where these rows go: made by [`Placed::new`], and changed field by field. Each row goes to the place that it had in
@@ -42,12 +45,14 @@ pub struct Placed {
     pub scales: Option<View>,
     /// Order of the scales.
     pub scale_order: ScaleOrder,
+    /// The words of each row, where the [`NewRows`] have a payload, as [`Output::payload`](super::Output::payload).
+    pub payload: Option<View>,
 }
 
 impl NewRows {
     /// `count` rows without gaps and without scales.
     pub fn new(x: View, count: TokenCount) -> NewRows {
-        NewRows { x, pitch_bytes: None, format: None, hidden: None, quantize: None, scales: None, count }
+        NewRows { x, pitch_bytes: None, format: None, hidden: None, quantize: None, scales: None, count, payload: None }
     }
 
     /// Sets [`x`](#structfield.x).
@@ -85,9 +90,15 @@ impl NewRows {
         NewRows { count, ..self }
     }
 
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<TokenPayload>>) -> NewRows {
+        NewRows { payload: payload.into(), ..self }
+    }
+
     pub(super) fn views(&self) -> impl Iterator<Item = &View> {
         let scales = self.scales.as_ref().map(|scales| &scales.view);
-        [Some(&self.x), scales, self.count.view()].into_iter().flatten()
+        let payload = self.payload.as_ref().map(|payload| &payload.view);
+        [Some(&self.x), scales, self.count.view(), payload].into_iter().flatten()
     }
 
     /// The format of the call, by the handle of a dispatch of the format `handle`.
@@ -96,15 +107,16 @@ impl NewRows {
     }
 
     pub(super) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
-        let NewRows { x, pitch_bytes, scales, count, .. } = self;
-        Source { x, pitch_bytes: *pitch_bytes, scales: scales.as_ref(), count }.check(needs)
+        let NewRows { x, pitch_bytes, scales, count, payload, .. } = self;
+        let (scales, payload) = (scales.as_ref(), payload.as_ref());
+        Source { x, pitch_bytes: *pitch_bytes, scales, count, payload }.check(needs)
     }
 }
 
 impl Placed {
     /// Rows without gaps and without scales.
     pub fn new(rows: View) -> Placed {
-        Placed { rows, pitch_bytes: None, scales: None, scale_order: ScaleOrder::RowMajor }
+        Placed { rows, pitch_bytes: None, scales: None, scale_order: ScaleOrder::RowMajor, payload: None }
     }
 
     /// Sets [`rows`](#structfield.rows).
@@ -127,13 +139,18 @@ impl Placed {
         Placed { scale_order, ..self }
     }
 
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<View>>) -> Placed {
+        Placed { payload: payload.into(), ..self }
+    }
+
     pub(super) fn views(&self) -> impl Iterator<Item = &View> {
-        [Some(&self.rows), self.scales.as_ref()].into_iter().flatten()
+        [Some(&self.rows), self.scales.as_ref(), self.payload.as_ref()].into_iter().flatten()
     }
 
     pub(super) fn check(&self, layout: Layout, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
-        let Placed { rows, pitch_bytes, scales, scale_order } = self;
-        let scales = scales.as_ref();
-        Target { layout, rows, pitch_bytes: *pitch_bytes, scales, scale_order: *scale_order }.check(needs)
+        let Placed { rows, pitch_bytes, scales, scale_order, payload } = self;
+        let (scales, payload) = (scales.as_ref(), payload.as_ref());
+        Target { layout, rows, pitch_bytes: *pitch_bytes, scales, scale_order: *scale_order, payload }.check(needs)
     }
 }

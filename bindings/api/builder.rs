@@ -276,6 +276,8 @@ impl AllToAllBuilder {
                 "partial rows with a payload are of the combine dtype; leave one of payload_words and partial out";
             return Err(Error::config("payload_words", self.tuning.payload_words, advice));
         }
+        let words = self.tuning.dispatch_payload_words;
+        within("dispatch_payload_words", words, 0, MAX_PAYLOAD_WORDS, "words of a token's payload")?;
         within("handles", self.tuning.handles, 1, 1024, "handles")?;
         let rows = self.tuning.handle_rows.unwrap_or(1);
         within("handle_rows", rows, 0, raw::TY_MAX_COMPACT_ROWS as usize, "rows of a handle")
@@ -395,6 +397,8 @@ impl AllToAllBuilder {
             combine_dtype: self.combine_dtype,
             payload: None,
             payload_words: self.tuning.payload_words,
+            token_words: 0,
+            dispatch_payload_words: self.tuning.dispatch_payload_words,
             room: Room::default(),
             partial: self.tuning.partial,
             weights: self.weights,
@@ -421,6 +425,8 @@ impl AllToAllBuilder {
             "in-place output is not for rows that are quantised in dispatch; leave one of them out"
         } else if self.goes_in_rounds() {
             "calls with in-place output go in one round; leave round_tokens out"
+        } else if self.tuning.dispatch_payload_words > 0 {
+            "in-place output has no place for the words of a side payload; leave dispatch_payload_words out"
         } else {
             return Ok(());
         };
@@ -440,6 +446,8 @@ impl AllToAllBuilder {
             "calls that go on without missing ranks go in one round; leave round_tokens out"
         } else if self.tuning.payload_words > 0 {
             "calls that go on without missing ranks have no side payload; leave payload_words out"
+        } else if self.tuning.dispatch_payload_words > 0 {
+            "calls that go on without missing ranks have no side payload; leave dispatch_payload_words out"
         } else if self.tuning.partial != Partial::Same {
             "calls that go on without missing ranks have partial rows of the combine dtype; leave Tuning::partial out"
         } else {

@@ -40,6 +40,8 @@ pub struct CallFormat {
     pub max_tokens: usize,
     /// Of a combine: words of its side payload.
     pub(super) payload: Option<PayloadWords>,
+    /// Of a dispatch: words of each token's side payload.
+    pub(super) token_words: usize,
 }
 
 /// How many words a side payload has.
@@ -57,7 +59,7 @@ impl CallFormat {
     /// nothing quantised.
     pub fn new(hidden: usize, rows: RowFormat, max_tokens: usize) -> CallFormat {
         let (combine_dtype, weights) = (Dtype::Bf16, Weights::Dispatch);
-        CallFormat { hidden, rows, quantize: false, combine_dtype, weights, max_tokens, payload: None }
+        CallFormat { hidden, rows, quantize: false, combine_dtype, weights, max_tokens, payload: None, token_words: 0 }
     }
 
     /// Sets [`quantize`](#structfield.quantize).
@@ -95,11 +97,11 @@ impl CallFormat {
     /// A number by which ranks recognise that their formats differ: 31 bits, not 0, of the FNV-1a hash of the fields
     /// (Fowler, Noll, Vo; draft-eastlake-fnv). Two formats have the same number once in 2^31.
     pub(super) fn number(&self) -> u32 {
-        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload } = *self;
+        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload, token_words } = *self;
         let payload = payload.map_or(0, |words| 2 * words.of_row as u64 + u64::from(words.gathered));
         let codes =
             [rows.dtype as u64, rows.scales as u64, u64::from(quantize), combine_dtype as u64, weights as u64, payload];
-        let words = [hidden as u64, max_tokens as u64].into_iter().chain(codes);
+        let words = [hidden as u64, max_tokens as u64, token_words as u64].into_iter().chain(codes);
         let hash = words
             .flat_map(u64::to_le_bytes)
             .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
@@ -163,6 +165,8 @@ mod tests {
             CallFormat { payload: Some(PayloadWords { of_row: 1, of_token: 1, gathered: false }), ..one },
             CallFormat { payload: Some(PayloadWords { of_row: 1, of_token: 1, gathered: true }), ..one },
             CallFormat { payload: Some(PayloadWords { of_row: 2, of_token: 2, gathered: false }), ..one },
+            CallFormat { token_words: 1, ..one },
+            CallFormat { token_words: 2, ..one },
         ];
         let mut numbers = all.map(|format| format.number());
         assert!(numbers.iter().all(|number| (1..1 << 31).contains(number)));

@@ -4,7 +4,7 @@ use super::call_format::{CallFormat, Weights};
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
 use super::needs::{Needs, rows_span, stride};
-use super::payload::Payload;
+use super::payload::{Payload, TokenPayload};
 use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
@@ -86,6 +86,8 @@ pub struct Tokens {
     pub topk_weight_strides: Option<Strides>,
     /// Number of tokens.
     pub count: TokenCount,
+    /// A side payload, on all ranks or on none.
+    pub payload: Option<TokenPayload>,
 }
 
 /// Where received rows go.
@@ -191,6 +193,9 @@ pub struct Output {
     /// rank were here, a rank that is late with its call included. Each round adds. Such calls take general kernels.
     /// Of a call whose counts come first the sending half waits for them, which is not added.
     pub wait_times: Option<View>,
+    /// fp32 `[rows of the layout, words]`, where the call's [`Tokens`] have a payload: beside each row the words of its
+    /// token. Those of a row that no token fills are as the row is: left as they were, or 0 where padding is zeroed.
+    pub payload: Option<View>,
 }
 
 /// The in-place output of a context, in its arena. Every [`Output`] of such a context must have these values, with
@@ -295,6 +300,7 @@ impl Tokens {
             topk_weight: None,
             topk_weight_strides: None,
             count,
+            payload: None,
         }
     }
 
@@ -383,6 +389,11 @@ impl Tokens {
     pub fn count(self, count: TokenCount) -> Tokens {
         Tokens { count, ..self }
     }
+
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<TokenPayload>>) -> Tokens {
+        Tokens { payload: payload.into(), ..self }
+    }
 }
 
 impl Output {
@@ -406,6 +417,7 @@ impl Output {
             source_ranges: None,
             total_counts: None,
             wait_times: None,
+            payload: None,
         }
     }
 
@@ -493,6 +505,11 @@ impl Output {
     pub fn wait_times(self, wait_times: impl Into<Option<View>>) -> Output {
         Output { wait_times: wait_times.into(), ..self }
     }
+
+    /// Sets [`payload`](#structfield.payload).
+    pub fn payload(self, payload: impl Into<Option<View>>) -> Output {
+        Output { payload: payload.into(), ..self }
+    }
 }
 
 impl Rows {
@@ -567,7 +584,9 @@ impl Combined {
 impl Tokens {
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
         let scales = self.scales.as_ref().map(|scales| &scales.view);
-        let views = [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), self.count.view()];
+        let payload = self.payload.as_ref().map(|payload| &payload.view);
+        let views =
+            [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), self.count.view(), payload];
         views.into_iter().flatten()
     }
 
@@ -575,8 +594,9 @@ impl Tokens {
         let shape = needs.shape;
         let room = self.count.room(shape)?;
         let choices = self.index_type.columns(self.top_k, shape)?;
-        let source =
-            Source { x: &self.x, pitch_bytes: self.pitch_bytes, scales: self.scales.as_ref(), count: &self.count };
+        let Tokens { x, pitch_bytes, scales, count, payload, .. } = self;
+        let (scales, payload) = (scales.as_ref(), payload.as_ref());
+        let source = Source { x, pitch_bytes: *pitch_bytes, scales, count, payload };
         let input = source.check(needs)?;
         let index_bytes = self.index_type.bytes();
         let indices = self.topk_idx_strides.unwrap_or(Strides::packed(index_bytes, choices));
@@ -644,6 +664,7 @@ pub(super) struct Source<'a> {
     pub pitch_bytes: Option<usize>,
     pub scales: Option<&'a ScaleView>,
     pub count: &'a TokenCount,
+    pub payload: Option<&'a TokenPayload>,
 }
 
 impl Source<'_> {
@@ -657,6 +678,7 @@ impl Source<'_> {
             TokenCount::Device(view) => (0, needs.need("count", view, Some(4), 4)?),
         };
         self.check_scales(needs, room)?;
+        let (payload, payload_words) = TokenPayload::check(self.payload, needs, room)?;
         let scales = self.scales;
         Ok(raw::ty_tokens {
             x: self.x.ptr(),
@@ -667,6 +689,8 @@ impl Source<'_> {
                 .map_or(Ok(0), |s| stride("col_stride_bytes of scales", s.col_stride_bytes / 4))?,
             count_ptr,
             count,
+            payload,
+            payload_words,
             ..raw::ty_tokens::default()
         })
     }
@@ -706,6 +730,7 @@ impl Output {
             &self.source_ranges,
             &self.total_counts,
             &self.wait_times,
+            &self.payload,
         ];
         [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
     }
@@ -717,6 +742,7 @@ impl Output {
             pitch_bytes: self.pitch_bytes,
             scales: self.scales.as_ref(),
             scale_order: self.scale_order,
+            payload: self.payload.as_ref(),
         };
         let out = target.check(needs)?;
         let (shape, local) = (needs.shape, needs.shape.local_experts);
@@ -755,6 +781,7 @@ pub(super) struct Target<'a> {
     pub pitch_bytes: Option<usize>,
     pub scales: Option<&'a View>,
     pub scale_order: ScaleOrder,
+    pub payload: Option<&'a View>,
 }
 
 impl Target<'_> {
@@ -790,6 +817,7 @@ impl Target<'_> {
         let scale_bytes = scale_rows.and_then(|r| r.checked_mul(4 * shape.scale_words));
         let (wanted, why) = (shape.scale_words > 0, shape.scales_sentence());
         let scales = needs.need_if("output scales", wanted, why, self.scales, scale_bytes)?;
+        let payload = TokenPayload::check_output(self.payload, needs, rows)?;
         Ok(raw::ty_output {
             rows: self.rows.ptr(),
             rows_pitch: pitch as u64,
@@ -799,6 +827,7 @@ impl Target<'_> {
             layout: self.layout.code(),
             align: align as u32,
             align_inverse: inverse(align as u32),
+            payload,
             ..raw::ty_output::default()
         })
     }

@@ -11,7 +11,7 @@ use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
 use super::missing::{Absences, MissingRanks, SilentRank};
 use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};
-use super::payload::Payload;
+use super::payload::{Payload, TokenPayload};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::Plan;
@@ -647,7 +647,9 @@ impl AllToAll {
     }
 
     fn kind_of(&self, tokens: &Tokens) -> Result<Arc<Kind>> {
-        let kind = self.formats.of(&tokens.call_format(&self.own_kind().format), &self.plan)?;
+        let own = self.own_kind();
+        let token_words = TokenPayload::words_of(tokens.payload.as_ref(), &own.shape)?;
+        let kind = self.formats.of(&CallFormat { token_words, ..tokens.call_format(&own.format) }, &self.plan)?;
         // A dtype of sums that is stated is one that combine takes.
         if tokens.combine_dtype.is_some() { kind.combines.clone().map(|()| kind) } else { Ok(kind) }
     }
@@ -659,7 +661,8 @@ impl AllToAll {
         let by_token = matches!(handle.layout, Layout::Token { .. });
         let size = |payload: &Payload| payload.size(by_token, &self.own_kind().shape);
         let payload = rows.payload.as_ref().map(size).transpose()?;
-        let kind = self.formats.of(&CallFormat { combine_dtype, payload, ..handle.kind.format }, &self.plan)?;
+        let format = CallFormat { combine_dtype, payload, token_words: 0, ..handle.kind.format };
+        let kind = self.formats.of(&format, &self.plan)?;
         kind.combines.clone().map(|()| kind)
     }
 

@@ -53,7 +53,7 @@ pub use counts::Counts;
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent, SentAgain};
 pub use missing::{MissingRanks, SilentRank};
-pub use payload::Payload;
+pub use payload::{Payload, TokenPayload};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
 pub use shape::FEW_BLOCKS;

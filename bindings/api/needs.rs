@@ -24,7 +24,7 @@ pub(super) fn stride(name: &'static str, words: usize) -> Result<u32> {
 }
 
 /// Most views of a call: the views of a dispatch.
-const MAX_VIEWS: usize = 18;
+const MAX_VIEWS: usize = 20;
 
 /// Bytes that a call reads or writes, from the first to the last.
 #[derive(Clone, Copy, Default)]

@@ -1,4 +1,4 @@
-//! The side payload of combine: words beside the experts' rows.
+//! Side payloads: words beside the experts' rows in combine, and beside the tokens' rows in dispatch.
 
 use super::call_format::PayloadWords;
 use super::needs::Needs;
@@ -20,6 +20,49 @@ pub struct Payload {
     /// in the order in which the rows are. Not in [`Layout::Token`](super::Layout::Token), which has one row for
     /// several choices.
     pub gathered: bool,
+}
+
+/// fp32 words of each token, which dispatch brings with the token's row to every rank that gets it: in training, for
+/// instance, probabilities, or gradients of them. The bits stay as they are, those of -0 and of NaNs too. The context
+/// must have room for them ([`dispatch_payload_words`](super::Tuning::dispatch_payload_words)), and all ranks make the
+/// call with as many words. Such calls have kernels of their own.
+#[derive(Debug, Clone)]
+pub struct TokenPayload {
+    /// fp32 `[tokens, words]`, without gaps.
+    pub view: View,
+    /// Words of each token; 1 or more.
+    pub words: usize,
+}
+
+impl TokenPayload {
+    /// How many words each token has, in a context of the shape `shape`.
+    pub(super) fn words_of(payload: Option<&TokenPayload>, shape: &Shape) -> Result<usize> {
+        let most = shape.dispatch_payload_words;
+        match payload.map(|payload| payload.words) {
+            None => Ok(0),
+            Some(0) => Err(Error::argument("words of payload", 0, "give 1 or more, or leave the payload out")),
+            Some(words) if words > most => {
+                let advice = format!("this context has room for {most}; build it with Tuning::dispatch_payload_words");
+                Err(Error::argument("payload", format!("{words} words of a token"), advice))
+            }
+            Some(words) => Ok(words),
+        }
+    }
+
+    /// Checks the words of so many tokens, and returns where they are and how many each token has, as kernels take it.
+    pub(super) fn check(payload: Option<&TokenPayload>, needs: &mut Needs<'_>, tokens: usize) -> Result<(u64, u32)> {
+        let Some(TokenPayload { view, words }) = payload else { return Ok((0, 0)) };
+        let bytes = words.checked_mul(4).and_then(|bytes| bytes.checked_mul(tokens));
+        Ok((needs.need("payload", view, bytes, 4)?, *words as u32))
+    }
+
+    /// Checks where the words of so many output rows go.
+    pub(super) fn check_output(view: Option<&View>, needs: &mut Needs<'_>, rows: usize) -> Result<u64> {
+        let words = needs.shape.token_words;
+        let why = if words > 0 { "the call's tokens have a payload" } else { "the call's tokens have no payload" };
+        let bytes = words.checked_mul(4).and_then(|bytes| bytes.checked_mul(rows));
+        needs.need_if("payload of output", words > 0, why, view, bytes)
+    }
 }
 
 impl Payload {

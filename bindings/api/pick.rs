@@ -28,6 +28,10 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
         };
         return (of_world(&args.context, kernel), of_world(&args.context, shared));
     }
+    if args.tokens.payload_words > 0 {
+        let kernel = dispatch_with_payload(args, again);
+        return (of_world(&args.context, kernel), of_world(&args.context, shared));
+    }
     if again {
         let usual = args.context.quantize == raw::TY_QUANTIZE_NONE && args.phases == BOTH_PHASES;
         let kernel = match is_usual(&args.context, &args.handle) && usual {
@@ -44,8 +48,7 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
         };
         return (of_world(&args.context, kernel), of_world(&args.context, shared));
     }
-    let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
-    let specialised = is_specialised(&args.context, &args.handle, args.phases) && plain;
+    let specialised = is_specialised_dispatch(args);
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let any_routing = specialised && takes_any_routing(args);
     let kernel = match args.output.layout {
@@ -72,6 +75,24 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
         _ => ("ty_dispatch", "ty_dispatch_nodes"),
     };
     (of_world(&args.context, kernel), of_world(&args.context, shared))
+}
+
+/// The same of rows with a side payload.
+fn dispatch_with_payload(args: &raw::ty_dispatch_args, again: bool) -> Pair {
+    let counts = args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND;
+    let quantizes = args.context.quantize != raw::TY_QUANTIZE_NONE;
+    let specialised = is_specialised_dispatch(args) && !quantizes && !takes_any_routing(args);
+    match args.output.layout {
+        _ if again => ("ty_dispatch_payload_again", "ty_dispatch_payload_again_nodes"),
+        _ if counts => ("ty_dispatch_payload_counts", "ty_dispatch_payload_counts_nodes"),
+        raw::TY_LAYOUT_CONTIGUOUS if specialised => {
+            ("ty_dispatch_payload_specialised_contiguous", "ty_dispatch_payload_specialised_contiguous_nodes")
+        }
+        raw::TY_LAYOUT_TOKEN if specialised => {
+            ("ty_dispatch_payload_specialised_token", "ty_dispatch_payload_specialised_token_nodes")
+        }
+        _ => ("ty_dispatch_payload", "ty_dispatch_payload_nodes"),
+    }
 }
 
 /// Whether choices may be other than numbers of experts, top_k for each token, each named once.
@@ -140,6 +161,12 @@ pub(super) fn barrier(args: &raw::ty_barrier_args) -> &'static str {
         return "ty_barrier";
     }
     of_world(&args.context, ("ty_barrier_absence", "ty_barrier_absence_nodes"))
+}
+
+/// Whether a dispatch meets the assumptions of specialised kernels, whatever it quantises and however it is routed.
+fn is_specialised_dispatch(args: &raw::ty_dispatch_args) -> bool {
+    let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
+    is_specialised(&args.context, &args.handle, args.phases) && plain
 }
 
 /// Whether a launch meets the assumptions of specialised kernels in both directions: `is_usual`, and both phases.
@@ -414,6 +441,35 @@ mod tests {
             ] {
                 assert_eq!(dispatch(&other, true).0, format!("ty_dispatch_again{over}"));
             }
+        }
+    }
+
+    #[test]
+    fn dispatches_with_a_payload_have_kernels_of_their_own() {
+        for (nodes, over) in [(1, ""), (2, "_nodes")] {
+            let context = raw::ty_context { nodes, ..context() };
+            let tokens = raw::ty_tokens { payload_words: 1, ..Default::default() };
+            let usual = raw::ty_dispatch_args { context, tokens, phases: BOTH_PHASES, ..Default::default() };
+            let of = |args: &raw::ty_dispatch_args| dispatch(args, false).0.to_owned();
+            assert_eq!(of(&usual), format!("ty_dispatch_payload_specialised_contiguous{over}"));
+            let laid = |layout| raw::ty_output { layout, ..Default::default() };
+            let token = raw::ty_dispatch_args { output: laid(raw::TY_LAYOUT_TOKEN), ..usual };
+            assert_eq!(of(&token), format!("ty_dispatch_payload_specialised_token{over}"));
+            let zeroed = raw::ty_output { zero_padding: 1, ..Default::default() };
+            let quantizes = raw::ty_context { quantize: raw::TY_QUANTIZE_F32, ..context };
+            for other in [
+                raw::ty_dispatch_args { output: laid(raw::TY_LAYOUT_MASKED), ..usual },
+                raw::ty_dispatch_args { output: zeroed, ..usual },
+                raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..usual },
+                raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, first_counts: 64, ..token },
+                raw::ty_dispatch_args { context: quantizes, ..usual },
+                raw::ty_dispatch_args { context: raw::ty_context { replicas: 64, ..context }, ..usual },
+            ] {
+                assert_eq!(of(&other), format!("ty_dispatch_payload{over}"));
+            }
+            let counts = raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, first_counts: 64, ..usual };
+            assert_eq!(of(&counts), format!("ty_dispatch_payload_counts{over}"));
+            assert_eq!(dispatch(&usual, true).0, format!("ty_dispatch_payload_again{over}"));
         }
     }
 

@@ -40,6 +40,8 @@ pub struct PlanInput {
     pub scale_words: usize,
     /// Most bytes of a row with its scales in calls of other formats; 0 without such.
     pub other_slot_bytes: usize,
+    /// Bytes of the side payload behind a row; a multiple of 16.
+    pub slot_payload_bytes: usize,
     /// Most bytes of a partial row, of any call; a multiple of 16.
     pub partial_bytes: usize,
     /// Most experts on one rank.
@@ -71,9 +73,10 @@ pub struct PlanInput {
 }
 
 impl PlanInput {
-    /// Most bytes of a dispatched row with its scales.
+    /// Most bytes of a dispatched row with its scales and side payload.
     fn slot_bytes(&self) -> usize {
         (self.row_bytes + 4 * self.scale_words).next_multiple_of(16).max(self.other_slot_bytes)
+            + self.slot_payload_bytes
     }
 
     /// Partial rows that a token can get in a node.
@@ -107,7 +110,7 @@ impl PlanInput {
 /// What calls of a format take of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallBytes {
-    /// Bytes of a dispatched row, scales included, and of a partial row.
+    /// Bytes of a dispatched row, scales and side payload included, and of a partial row.
     pub slot_bytes: usize,
     pub partial_bytes: usize,
     pub weights_with_dispatch: bool,

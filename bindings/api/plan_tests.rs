@@ -12,6 +12,7 @@ fn v3(tokens: usize) -> PlanInput {
         row_bytes: 7168,
         scale_words: 56,
         other_slot_bytes: 0,
+        slot_payload_bytes: 0,
         partial_bytes: 14336,
         max_local_experts: 32,
         weights_with_dispatch: false,

@@ -253,8 +253,8 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
 fn format_problem(what: &str, number: u64, peer: Rank) -> String {
     format!(
         "{what} {number} has another format here than on rank {peer}, so this context is closed; all ranks must give a \
-         call rows of the same format, dtype and hidden, quantised or not, the same weights and max_tokens, and in combine \
-         the same payload"
+         call rows of the same format, dtype and hidden, quantised or not, the same weights and max_tokens, and the same \
+         payload"
     )
 }
 

@@ -20,7 +20,7 @@ pub const FEW_BLOCKS: u32 = raw::TY_FEW_BLOCKS;
 /// "LL rows").
 pub(super) const LL_TOKENS: usize = 256;
 
-/// Bytes of so many words behind a partial row, which stays a multiple of 16.
+/// Bytes of so many words behind a row, which stays a multiple of 16.
 fn payload_bytes(words: usize) -> usize {
     (4 * words).next_multiple_of(16)
 }
@@ -61,6 +61,10 @@ pub(crate) struct Shape {
     pub payload: Option<PayloadWords>,
     /// Most words of a token's side payload.
     pub payload_words: usize,
+    /// Words of a token's side payload in dispatch, of calls that have one.
+    pub token_words: usize,
+    /// Most of them.
+    pub dispatch_payload_words: usize,
     /// Of the arena, beyond this format.
     pub room: Room,
     pub partial: Partial,
@@ -80,7 +84,7 @@ impl Shape {
 
     /// The same with calls of another format.
     pub fn of_format(&self, format: &CallFormat) -> Shape {
-        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload } = *format;
+        let CallFormat { hidden, rows, quantize, combine_dtype, weights, max_tokens, payload, token_words } = *format;
         let (row_bytes, scale_words) = (rows.row_bytes(hidden), rows.scale_bytes(hidden) / 4);
         let nodes = self.nodes.clone();
         Shape {
@@ -91,6 +95,7 @@ impl Shape {
             weights,
             max_tokens,
             payload,
+            token_words,
             row_bytes,
             scale_words,
             nodes,
@@ -137,9 +142,9 @@ impl Shape {
         Ok(())
     }
 
-    /// Bytes of a dispatched row in the arena, scales included.
+    /// Bytes of a dispatched row in the arena, scales and side payload included.
     pub fn slot_bytes(&self) -> usize {
-        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16)
+        (self.row_bytes + 4 * (self.scale_words + self.token_words)).next_multiple_of(16)
     }
 
     /// `room`, and that for calls of this shape, whose partial rows may be LL rows for at most `ll_tokens` tokens.
@@ -289,6 +294,7 @@ impl Shape {
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
             other_slot_bytes: self.room.slot_bytes,
+            slot_payload_bytes: payload_bytes(self.dispatch_payload_words),
             partial_bytes: self.partial_bytes().max(self.room.partial_bytes) + payload_bytes(self.payload_words),
             payload_bytes: payload_bytes(self.payload_words),
             max_local_experts: self.max_local_experts,
@@ -318,7 +324,7 @@ impl Shape {
         format!(
             "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} missing_ranks={:?} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
              max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
-             partial={:?} weights={:?} payload_words={} room={} placement={table:016x} first_epoch={first_epoch}",
+             partial={:?} weights={:?} payload_words={} dispatch_payload_words={} room={} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
             self.ranks,
@@ -343,6 +349,7 @@ impl Shape {
             self.partial,
             self.weights,
             self.payload_words,
+            self.dispatch_payload_words,
             self.room,
         )
     }

@@ -186,6 +186,17 @@ static_assert(sizeof(AgainArgs) == sizeof(ty_dispatch_args) &&
                   sizeof(SpecialisedAgainArgs<true>) == sizeof(ty_dispatch_args),
               "the same bytes");
 
+// A dispatch of rows with a side payload (dispatch/payload.cuh): of any kind, and of the usual kind.
+struct PayloadDispatchArgs : ty_dispatch_args {};
+struct PayloadCountsArgs : CountsDispatchArgs {};
+struct PayloadAgainArgs : AgainArgs {};
+template <bool inter_node, u32 layout>
+struct SpecialisedPayloadDispatchArgs : SpecialisedDispatchArgs<inter_node, Specialised::nothing_else, layout> {};
+static_assert(sizeof(PayloadCountsArgs) == sizeof(ty_dispatch_args) &&
+                  sizeof(PayloadAgainArgs) == sizeof(ty_dispatch_args) &&
+                  sizeof(SpecialisedPayloadDispatchArgs<true, 0>) == sizeof(ty_dispatch_args),
+              "the same bytes");
+
 // Facts that are more than the value of a member.
 
 // Whether output is in place: senders store rows directly into the output in each rank's arena (dispatch/in_place.cuh).
@@ -195,10 +206,12 @@ TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
 // Whether a launch receives all counts for the host, and places no rows.
 TY_DEVICE constexpr bool takes_counts(const DispatchArgs auto &) { return false; }
 template <typename C, typename H> TY_DEVICE constexpr bool takes_counts(const CountsArgs<C, H> &) { return true; }
+TY_DEVICE constexpr bool takes_counts(const PayloadCountsArgs &) { return true; }
 
 // Whether a dispatch goes by an earlier handle.
 TY_DEVICE constexpr bool goes_again(const DispatchArgs auto &) { return false; }
 TY_DEVICE constexpr bool goes_again(const AgainArgs &) { return true; }
+TY_DEVICE constexpr bool goes_again(const PayloadAgainArgs &) { return true; }
 template <bool inter_node> TY_DEVICE constexpr bool goes_again(const SpecialisedAgainArgs<inter_node> &) {
   return true;
 }
@@ -212,6 +225,14 @@ template <bool inter_node> TY_DEVICE constexpr bool tolerates_absence(const Abse
 // Whether rows have a side payload.
 TY_DEVICE constexpr bool carries_payload(const CombineArgs auto &) { return false; }
 TY_DEVICE constexpr bool carries_payload(const PayloadArgs &) { return true; }
+TY_DEVICE constexpr bool carries_payload(const DispatchArgs auto &) { return false; }
+TY_DEVICE constexpr bool carries_payload(const PayloadDispatchArgs &) { return true; }
+TY_DEVICE constexpr bool carries_payload(const PayloadCountsArgs &) { return true; }
+TY_DEVICE constexpr bool carries_payload(const PayloadAgainArgs &) { return true; }
+template <bool inter_node, u32 layout>
+TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadDispatchArgs<inter_node, layout> &) {
+  return true;
+}
 template <bool inter_node, u32 layout>
 TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadArgs<inter_node, layout> &) {
   return true;

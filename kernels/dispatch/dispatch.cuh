@@ -208,6 +208,15 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       return lies ? others : find_rows();
     };
     Slices carried = absent ? Slices{0, 0} : item.slices;
+    // Where the words of a side payload are read, and the first of them.
+    bool brings = carries_payload(a) && !absent && item.slices.end == TY_SLICES;
+    u64 words = 0;
+    u32 word = 0;
+    if (carries_payload(a)) {
+      bool own = !forwards && (!places || placed_from<inter_node>(a, item.source) == RowFrom::own);
+      words = own ? payload_of_token(a, item.token) : payload_behind(c, from.scales);
+      if (brings) word = load_payload(a, words);
+    }
     u64 mask = carry_row(c, from, carried, places ? scale_stride(a) : 1,
                          places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first),
                          find_places, [&](u32 bit) {
@@ -217,6 +226,13 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
                                         : recv_buffer_row(c, bit, load(&kept.epoch), item.source, item.slot);
                          });
     if (stuck) return false;
+    if (brings)
+      carry_payload(a, words, word, mask, [&](u32 bit) {
+        if (places) return payload_of_row(a, static_cast<u64>(mine));
+        RowTo to = packs ? staging_row(c, round_in(kept), load(&kept.tokens), item.token, bit)
+                         : recv_buffer_row(c, bit, load(&kept.epoch), item.source, item.slot);
+        return payload_behind(c, to.scales);
+      });
     if (packs) count_row(c, round_in(kept), load(&kept.tokens), item.token, mask, item.slices);
     else if (!places)
       raise_tags(c, mask, load(&kept.epoch), item.source, item.slot, item.slices, absent ? tag_absent : 0);
@@ -518,6 +534,18 @@ template <bool inter_node>
 using QuantizeContiguous = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_CONTIGUOUS>;
 template <bool inter_node>
 using QuantizeMasked = SpecialisedDispatchArgs<inter_node, Specialised::quantizes, TY_LAYOUT_MASKED>;
+template <bool inter_node> using PayloadContiguous = SpecialisedPayloadDispatchArgs<inter_node, TY_LAYOUT_CONTIGUOUS>;
+template <bool inter_node> using PayloadToken = SpecialisedPayloadDispatchArgs<inter_node, TY_LAYOUT_TOKEN>;
+TY_KERNEL(ty_dispatch_payload, PayloadDispatchArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_payload_nodes, PayloadDispatchArgs) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_payload_again, PayloadAgainArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_payload_again_nodes, PayloadAgainArgs) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_payload_counts, PayloadCountsArgs) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_payload_counts_nodes, PayloadCountsArgs) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_payload_specialised_contiguous, PayloadContiguous<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_payload_specialised_contiguous_nodes, PayloadContiguous<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_payload_specialised_token, PayloadToken<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_payload_specialised_token_nodes, PayloadToken<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_absence, AbsenceDispatchArgs<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_absence_nodes, AbsenceDispatchArgs<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_absence_counts, AbsenceCountsArgs<false>) { dispatch<false>(a); }

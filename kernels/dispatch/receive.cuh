@@ -1,5 +1,6 @@
 // Dispatch, the receiving phase: starts of segments, rows to their final places, the handle for combine.
 #pragma once
+#include "dispatch/payload.cuh"
 #include "dispatch/wire.cuh"
 
 namespace ty {
@@ -417,6 +418,7 @@ TY_DEVICE void zero_row(const DispatchArgs auto &a, u64 row) {
     store16(pointer<char>(out.payload) + v * 16, Vec16{{0, 0, 0, 0}});
   for (u32 w = lane_index(); w < c.scale_words; w += warp_size)
     store(pointer<u32>(out.scales) + static_cast<u64>(w) * scale_stride(a), 0u);
+  if (carries_payload(a)) zero_payload(a, row);
 }
 
 // The calling thread's number in a team on all workers, and the number of such threads.

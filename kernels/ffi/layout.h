@@ -169,7 +169,7 @@ typedef struct ty_region {
 // Where each region lies: the same on every rank. A source is a rank of the world. What a rail received for its node
 // is stored under the source's number; only tokens that have experts in the node are counted.
 typedef struct ty_regions {
-  ty_region rows;       // [source][token] slots of slot_bytes: payload, then scale words
+  ty_region rows;       // [source][token] slots of slot_bytes: elements, then scale words, then a side payload
   ty_region row_tags;   // [source][token][TY_SLICES] uint64 epoch
   ty_region meta_flags; // [parity][local rank] uint64 flag: that rank has read its receive buffer of the epoch before
 
@@ -332,7 +332,7 @@ typedef struct ty_context {
   uint32_t round_tokens; // tokens of each rank in one of them
   uint32_t hidden;
   uint32_t weights;     // TY_WEIGHTS_*
-  uint32_t row_bytes;   // payload of a token row; a multiple of 16
+  uint32_t row_bytes;   // elements of a token row; a multiple of 16
   uint32_t scale_words; // 4-byte scale words of a row
   uint32_t scale_shift; // 16-byte vectors of a row that share one of them, as a power of 2: 32 at the most; 31 without
                         // scales
@@ -436,6 +436,9 @@ typedef struct ty_tokens {
   uint32_t index_stride;        // bytes from choice to choice
   uint32_t weight_pitch;        // likewise
   uint32_t weight_stride;
+  uint64_t payload;       // uint32 [tokens][payload_words]: bits of floats, beside each row; or 0
+  uint32_t payload_words; // 0: there is none
+  uint32_t reserved;
 } ty_tokens;
 
 typedef struct ty_output {
@@ -453,6 +456,7 @@ typedef struct ty_output {
   uint64_t source_ranges; // int64 [local_experts][ranks]: begin << 32 | count, or 0
   uint64_t total_counts;  // int32 [local_experts], added to, or 0
   uint64_t wait_times;    // int64 [ranks], added to: nanoseconds until each rank's counts were here, or 0
+  uint64_t payload;       // uint32 [rows][payload_words of the tokens], or 0
   uint64_t capacity;      // rows in all (masked: a local expert)
   uint32_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
   uint32_t layout;        // TY_LAYOUT_*

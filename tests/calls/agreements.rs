@@ -28,7 +28,7 @@ const fn setting(name: &'static str, one: Change) -> Setting {
     Setting { name, all: |b| b, one }
 }
 
-const SETTINGS: [Setting; 23] = [
+const SETTINGS: [Setting; 24] = [
     setting("chunk_rows", |b| b.tuning(|t| t.chunk_rows = Some(3))),
     setting("double_buffer_bytes", |b| b.tuning(|t| t.double_buffer_bytes = 0)),
     setting("ll_tokens", |b| b.tuning(|t| t.ll_tokens = Some(1))),
@@ -61,6 +61,7 @@ const SETTINGS: [Setting; 23] = [
     setting("partial", |b| b.tuning(|t| t.partial = Partial::Fp32)),
     setting("weights", |b| b.weights(Weights::Combine)),
     setting("payload_words", |b| b.tuning(|t| t.payload_words = 3)),
+    setting("dispatch_payload_words", |b| b.tuning(|t| t.dispatch_payload_words = 3)),
     setting("room", |b| b.room_for(CallFormat::new(256, RowFormat::BF16, 4))),
     Setting {
         name: "room",

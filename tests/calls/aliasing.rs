@@ -51,8 +51,10 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         ("topk_weight", MAX_TOKENS * TOP_K * 4),
         ("count", 4),
         ("scales", MAX_TOKENS * 4),
+        ("payload", MAX_TOKENS * 3 * 4),
         ("rows", ROWS * COLUMNS),
         ("output scales", ROWS * 4),
+        ("payload of output", ROWS * 3 * 4),
         ("expert_count", rig::EXPERTS * 4),
         ("expert_offset", (rig::EXPERTS + 1) * 4),
         ("row_expert", ROWS * 4),
@@ -67,11 +69,14 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
     ];
     let world = World::threads(1).unwrap().remove(0);
     let device = test_device(&world);
-    let ep = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32).build().unwrap();
+    let builder = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32);
+    let ep = builder.tuning(|t| t.dispatch_payload_words = 3).build().unwrap();
     let (stream, memory) = (device.new_stream().unwrap(), device.alloc((parts.len() + 1) * VIEW).unwrap());
-    judge(&memory.view(), &parts, 5, |views| {
-        let [x, idx, weight, count, scales, output @ ..] = views else { unreachable!() };
-        let [rows, out_scales, expert_count, offset, row_expert, source, output @ ..] = output else { unreachable!() };
+    judge(&memory.view(), &parts, 6, |views| {
+        let [x, idx, weight, count, scales, payload, output @ ..] = views else { unreachable!() };
+        let [rows, out_scales, words, expert_count, offset, row_expert, source, output @ ..] = output else {
+            unreachable!()
+        };
         let [experts, weights, row_count, host_counts, ranges, totals, waits] = output else { unreachable!() };
         // What overlaps among inputs alone may have been bad routing.
         let _ = ep.check();
@@ -80,8 +85,10 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         memory.write((idx.ptr() - memory.view().ptr()) as usize, &[0xff; MAX_TOKENS * TOP_K * 4]).unwrap();
         let tokens = Tokens::new(x.clone(), idx.clone(), TokenCount::Device(count.clone()));
         let tokens = tokens.topk_weight(weight.clone()).scales(ScaleView::new(scales.clone(), 4, 4));
+        let tokens = tokens.payload(TokenPayload { view: payload.clone(), words: 3 });
         let output = Output::new(Layout::Token { capacity: ROWS }, rows.clone(), expert_count.clone())
             .scales(out_scales.clone())
+            .payload(words.clone())
             .expert_offset(offset.clone())
             .row_expert(row_expert.clone())
             .source(source.clone())
@@ -104,12 +111,15 @@ fn rows_that_go_again_lie_in_no_other_memory_of_the_call() {
         ("x", MAX_TOKENS * COLUMNS),
         ("count", 4),
         ("scales", MAX_TOKENS * 4),
+        ("payload", MAX_TOKENS * 3 * 4),
         ("rows", ROWS * COLUMNS),
         ("output scales", ROWS * 4),
+        ("payload of output", ROWS * 3 * 4),
     ];
     let world = World::threads(1).unwrap().remove(0);
     let device = test_device(&world);
-    let ep = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32).build().unwrap();
+    let builder = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32);
+    let ep = builder.tuning(|t| t.dispatch_payload_words = 3).build().unwrap();
     let (stream, memory) = (device.new_stream().unwrap(), device.alloc((parts.len() + 1) * VIEW).unwrap());
     let spare = device.alloc(8 * VIEW).unwrap();
     let part = |at: usize| spare.slice(at * VIEW, VIEW).unwrap();
@@ -117,14 +127,16 @@ fn rows_that_go_again_lie_in_no_other_memory_of_the_call() {
     let tokens = tokens.scales(ScaleView::new(part(3), 4, 4));
     let output = Output::new(Layout::Token { capacity: ROWS }, part(4), part(5)).scales(part(6));
     let handle = ep.dispatch(&stream, &tokens, &output).unwrap();
-    judge(&memory.view(), &parts, 3, |views| {
-        let [x, count, scales, rows, out_scales] = views else { unreachable!() };
+    judge(&memory.view(), &parts, 4, |views| {
+        let [x, count, scales, payload, rows, out_scales, words] = views else { unreachable!() };
         // What overlaps among inputs alone may have been another count.
         let _ = ep.check();
         memory.fill(0).unwrap();
         let tokens = NewRows::new(x.clone(), TokenCount::Device(count.clone()));
         let tokens = tokens.scales(ScaleView::new(scales.clone(), 4, 4));
-        ep.dispatch_again(&stream, &handle, &tokens, &Placed::new(rows.clone()).scales(out_scales.clone()))?;
+        let tokens = tokens.payload(TokenPayload { view: payload.clone(), words: 3 });
+        let placed = Placed::new(rows.clone()).scales(out_scales.clone()).payload(words.clone());
+        ep.dispatch_again(&stream, &handle, &tokens, &placed)?;
         stream.synchronize(PATIENCE)
     });
 }

@@ -12,6 +12,7 @@ mod arena;
 mod building;
 mod contexts;
 mod counts;
+mod dispatch_payload;
 mod extremes;
 mod faults;
 mod handles;

@@ -9,12 +9,13 @@ use rig::{PATIENCE, test_device};
 use tokenyard::*;
 
 mod in_place;
+mod payloads;
 
 const HIDDEN: usize = 640;
 const EXPERTS: usize = 4;
 const TOP_K: usize = 2;
 const MAX_TOKENS: usize = 4;
-/// Words of a row's side payload.
+/// Words of a row's side payload, in both directions.
 const PAYLOAD: usize = 3;
 /// Experts of the tokens, and how many rows each expert gets.
 const CHOICES: [[i64; TOP_K]; MAX_TOKENS] = [[0, 1], [2, 3], [1, -1], [-1, -1]];
@@ -143,7 +144,7 @@ impl Case {
         let builder = AllToAll::builder(&world).device(device.clone()).hidden(HIDDEN).experts(EXPERTS).top_k(TOP_K);
         let builder = builder.max_tokens_per_rank(MAX_TOKENS).sms(2).timeout(PATIENCE).format(self.format);
         let builder = builder.quantize(self.quantize).combine_dtype(self.combine_dtype).weights(self.weights);
-        builder.tuning(|tuning| tuning.payload_words = PAYLOAD).build().unwrap()
+        builder.tuning(|t| (t.payload_words, t.dispatch_payload_words) = (PAYLOAD, PAYLOAD)).build().unwrap()
     }
 }
 
@@ -229,6 +230,14 @@ fn parts(case: &Case) -> Vec<Part> {
         part(Of::Output, "wait_times", "wait_times", 8, 8, |g, v| Given { output: g.output.wait_times(v), ..g }),
         part(Of::Rows, "rows", "rows", span(rows, case.combine_row_bytes(), case.gap), 16, |g, v| Given {
             rows: g.rows.rows(v),
+            ..g
+        }),
+        part(Of::Tokens, "payload", "payload", 4 * room * PAYLOAD, 4, |g, v| Given {
+            tokens: g.tokens.payload(TokenPayload { view: v, words: PAYLOAD }),
+            ..g
+        }),
+        part(Of::Output, "payload", "payload of output", 4 * rows * PAYLOAD, 4, |g, v| Given {
+            output: g.output.payload(v),
             ..g
         }),
         part(Of::Rows, "payload", "payload", 4 * rows * PAYLOAD, 4, |g, v| Given {
@@ -488,6 +497,8 @@ fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> 
     } else {
         add(Of::Output, name, "output scales", of_output(output().scales(any.clone())), "given", has_none);
     }
+    let (name, why) = ("payload", "the call's tokens have a payload");
+    add(Of::Output, name, "payload of output", of_output(output().payload(None)), "missing", why);
     if !case.is_token() {
         let why = "only the token layout has it";
         let [experts, weights] = ["token_experts", "token_weights"];
@@ -508,15 +519,17 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     let many = of_tokens(good.tokens.clone().count(TokenCount::Host(MAX_TOKENS + 1)));
     let most = format!("this call has at most {MAX_TOKENS} tokens a rank");
     add(Of::Tokens, "count", many, "count", (MAX_TOKENS + 1).to_string(), most);
-    let (row, slot) = (case.row_bytes() + 4 * case.words(), (case.row_bytes() + 4 * case.words()).next_multiple_of(16));
+    let row = case.row_bytes() + 4 * case.words();
+    let with_words = |bytes: usize| (bytes + 4 * PAYLOAD).next_multiple_of(16);
+    let slot = row.next_multiple_of(16) + 16;
     let room = "build the context with room_for such calls";
-    if row < HIDDEN * 4 {
+    if with_words(HIDDEN * 4) > slot {
         let given = of_tokens(good.tokens.clone().format(RowFormat::FP32));
-        let value = format!("fp32 rows of {HIDDEN} columns, {} bytes a row", HIDDEN * 4);
+        let value = format!("fp32 rows of {HIDDEN} columns, {} bytes a row", with_words(HIDDEN * 4));
         add(Of::Tokens, "format", given, "format", value, format!("rows of this arena have {slot}; {room}"));
     }
     let given = of_tokens(good.tokens.clone().hidden(2 * HIDDEN));
-    let twice = (2 * row).next_multiple_of(16);
+    let twice = with_words(2 * row);
     let value = format!("{} of {} columns, {twice} bytes a row", case.format, 2 * HIDDEN);
     add(Of::Tokens, "hidden", given, "format", value, format!("rows of this arena have {slot}; {room}"));
     let odd_bytes = (HIDDEN + 1) * case.format.dtype().bytes();
@@ -552,19 +565,6 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     let given = Given { rows: good.rows.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
     let floats = "use bf16, fp16 or fp32".to_owned();
     add(Of::Rows, "dtype", given, "dtype of rows", Dtype::Fp8E4m3.to_string(), floats);
-    let payload = |words, gathered| {
-        let payload = good.rows.payload.clone().map(|payload| Payload { words, gathered, ..payload });
-        Given { rows: good.rows.clone().payload(payload), ..good.clone() }
-    };
-    let none = "give 1 or more, or leave the payload out".to_owned();
-    add(Of::Rows, "payload", payload(0, false), "words of payload", "0".to_owned(), none);
-    for (words, gathered, value) in [(PAYLOAD + 1, false, PAYLOAD + 1), (PAYLOAD, true, PAYLOAD * TOP_K)] {
-        let (given, value) = (payload(words, gathered), format!("{value} words of a token"));
-        let advice = format!("this context has room for {PAYLOAD}; build it with Tuning::payload_words");
-        if !(gathered && case.is_token()) {
-            add(Of::Rows, "payload", given, "payload", value, advice);
-        }
-    }
     if case.combine_dtype != Dtype::Fp32 {
         let given = Given { rows: good.rows.clone().dtype(Dtype::Fp32), ..good.clone() };
         let value = format!("fp32 of {HIDDEN} columns, {} bytes with its payload", 4 * HIDDEN + 16);
@@ -606,6 +606,7 @@ fn faults(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> {
     faults.extend(faults_of_choices(case, good));
     faults.extend(faults_of_presence(memory, case, good));
     faults.extend(faults_of_kinds(case, good));
+    faults.extend(payloads::faults(case, good));
     faults
 }
 
@@ -619,7 +620,7 @@ struct Memory {
 }
 
 /// Most views of all arguments together.
-const VIEWS: usize = 22;
+const VIEWS: usize = 24;
 
 impl Memory {
     fn new(device: &Device) -> Memory {

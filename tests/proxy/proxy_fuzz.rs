@@ -393,6 +393,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         row_bytes: 512,
         scale_words: 0,
         other_slot_bytes: 0,
+        slot_payload_bytes: 0,
         partial_bytes: 512,
         max_local_experts: 8,
         weights_with_dispatch: true,

@@ -1,10 +1,12 @@
 //! Calls that send new rows of an earlier dispatch's tokens.
 
 use super::super::again::{NewRows, Placed};
+use super::super::call_format::CallFormat;
 use super::super::calls::TokenCount;
 use super::super::formats::Kind;
 use super::super::handle::{Handle, Refused, SentAgain};
 use super::super::needs::Needs;
+use super::super::payload::TokenPayload;
 use super::super::pick::BOTH_PHASES;
 use super::{AllToAll, DISPATCHES, dispatch_args};
 use crate::base::{Error, Result};
@@ -133,6 +135,7 @@ impl AllToAll {
                           without missing_ranks";
             return Err(Error::config("missing_ranks", "of a dispatch by a handle", advice));
         }
-        self.formats.of(&tokens.call_format(&handle.kind.format), &self.plan)
+        let token_words = TokenPayload::words_of(tokens.payload.as_ref(), &self.own_kind().shape)?;
+        self.formats.of(&CallFormat { token_words, ..tokens.call_format(&handle.kind.format) }, &self.plan)
     }
 }
