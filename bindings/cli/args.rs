@@ -178,6 +178,9 @@ pub struct BenchArgs {
     /// These words are gathered choice by choice instead
     #[arg(long)]
     pub gather: bool,
+    /// Dispatch also brings so many fp32 words beside each token's row [default: 0]
+    #[arg(long, value_name = "K", value_parser = |t: &str| number(t, 0, 4096))]
+    pub dispatch_payload: Option<usize>,
     /// Whether calls go on without missing ranks; with one the last rank is missing [default: no]
     #[arg(long, value_name = "no|able|one", value_parser = word::<MissingWord>)]
     pub missing: Option<MissingWord>,

@@ -33,6 +33,8 @@ pub struct ObservedDispatch<'a> {
     pub token_experts: Option<&'a [u8]>,
     /// f32[M][top_k]; token layout.
     pub token_weights: Option<&'a [u8]>,
+    /// u32[M][words], and how many words: those beside each row.
+    pub payload: Option<(&'a [u8], usize)>,
     /// i32[1]: rows used.
     pub row_count: Option<&'a [u8]>,
     /// i32[local experts + 1]: counts, then rows used.
@@ -70,6 +72,7 @@ pub fn check_dispatch(
     };
     check.rows();
     check.scales();
+    check.payload();
     check.counts();
     check.indices();
     if spec.layout == (Layout::Token { capacity: expected.given }) {
@@ -287,6 +290,34 @@ impl Check<'_> {
                 let dst = self.dst;
                 self.report.miss(1, || format!("rank {dst}: scale entry {index} is {got:#010x}, must be untouched"));
             }
+        }
+    }
+
+    /// Words as rows: those of the token, 0 in padding that is zeroed, and else untouched.
+    fn payload(&mut self) {
+        let Some((seen, words)) = self.seen.payload else { return };
+        let slots = self.expected.slots.len();
+        let mut wanted = vec![0u32; words];
+        for row in 0..slots {
+            match self.expected.slots[row] {
+                Slot::Token(place) => self.rows.words(place.source, place.token, &mut wanted),
+                Slot::Padding if self.spec.zero_padding => wanted.fill(0),
+                Slot::Padding | Slot::Free => wanted.fill(self.poison.word()),
+            }
+            self.report.compared += words as u64;
+            for (j, &expected) in wanted.iter().enumerate() {
+                let got = word_at(seen, row * words + j);
+                if got != Some(expected) {
+                    let name = self.name(row);
+                    let got = got.map_or("missing".to_string(), |got| format!("{got:#010x}"));
+                    self.report.miss(1, || format!("{name}: word {j} beside it is {got}, expected {expected:#010x}"));
+                }
+            }
+        }
+        let behind = self.poison.first_touched(seen.get(slots * words * 4..).unwrap_or(&[]));
+        if let Some(at) = behind {
+            let dst = self.dst;
+            self.report.miss(1, || format!("rank {dst}: byte {at} behind the words of {slots} rows was written"));
         }
     }
 

@@ -201,6 +201,10 @@ pub trait RowSource {
     fn row(&self, rank: usize, token: usize, out: &mut [u8]);
     /// The scale words of a token; `out` is exactly `Spec::scale_words` long.
     fn scales(&self, rank: usize, token: usize, out: &mut [u32]);
+    /// The words beside a token's row in dispatch; none where that has no side payload.
+    fn words(&self, _rank: usize, _token: usize, out: &mut [u32]) {
+        out.fill(0);
+    }
 }
 
 /// Ranks that are known not to have done their part. Empty vectors: all did.

@@ -30,6 +30,9 @@ impl RowSource for Made {
     fn scales(&self, rank: usize, token: usize, out: &mut [u32]) {
         out.iter_mut().enumerate().for_each(|(i, w)| *w = 0x3f00_0000 | noise([rank, token, i, 2]) >> 9);
     }
+    fn words(&self, rank: usize, token: usize, out: &mut [u32]) {
+        out.iter_mut().enumerate().for_each(|(i, w)| *w = noise([rank, token, i, 5]));
+    }
 }
 
 fn spec(layout: Layout) -> Spec {
@@ -81,6 +84,7 @@ fn sources() -> Vec<SourceRank> {
 struct Dispatched {
     rows: Vec<u8>,
     scales: Vec<u8>,
+    words: Vec<u8>,
     count: Vec<u8>,
     offset: Vec<u8>,
     row_expert: Vec<u8>,
@@ -90,6 +94,8 @@ struct Dispatched {
 }
 
 const PITCH: usize = HIDDEN + GAP;
+/// Words beside a row.
+const WORDS: usize = 3;
 
 fn put(bytes: &mut [u8], index: usize, value: i32) {
     bytes[index * 4..index * 4 + 4].copy_from_slice(&value.to_le_bytes());
@@ -104,6 +110,7 @@ impl Dispatched {
         let mut made = Dispatched {
             rows: fill(capacity * PITCH + GAP),
             scales: fill(scale_total_words(spec, experts.len()) * 4 + GAP),
+            words: fill((capacity + 1) * WORDS * 4),
             count: fill(experts.len() * 4),
             offset: fill(experts.len() * 4 + 4),
             row_expert: fill(capacity * 4),
@@ -146,6 +153,9 @@ impl Dispatched {
         for (word, value) in words.iter().enumerate() {
             put(&mut self.scales, scale_index(spec, capacity, row, word), *value as i32);
         }
+        let mut beside = [0u32; WORDS];
+        Made.words(rank, token, &mut beside);
+        (0..WORDS).for_each(|j| put(&mut self.words, row * WORDS + j, beside[j] as i32));
         put(&mut self.row_expert, row, local as i32);
         put(&mut self.source, row * 2, rank as i32);
         put(&mut self.source, row * 2 + 1, token as i32);
@@ -155,6 +165,7 @@ impl Dispatched {
         if spec.zero_padding {
             self.rows[row * PITCH..][..HIDDEN].fill(0);
             (0..HIDDEN / 128).for_each(|word| put(&mut self.scales, scale_index(spec, capacity, row, word), 0));
+            (0..WORDS).for_each(|j| put(&mut self.words, row * WORDS + j, 0));
         }
         put(&mut self.row_expert, row, -1);
         put(&mut self.source, row * 2, -1);
@@ -170,6 +181,7 @@ impl Dispatched {
             expert_offset: Some(&self.offset),
             row_expert: Some(&self.row_expert),
             source: Some(&self.source),
+            payload: Some((&self.words, WORDS)),
             ..Default::default()
         };
         check_dispatch(spec, &sources(), &Made, &Faults::default(), dst, &seen)
@@ -218,6 +230,24 @@ fn flipped_bit_is_reported_with_its_column() {
     made.row(row)[255] ^= 0x10;
     let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): column 255 is 0x");
     assert_named(&made.check(&spec, 1), 1, &[&who, "1 of 256 columns differ"]);
+}
+
+#[test]
+fn wrong_words_beside_rows_are_named() {
+    let spec = spec(CONTIGUOUS);
+    let right = Dispatched::build(&spec, &sources(), 1);
+    let (rank, token, expert, row) = right.placed[3];
+    let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): word 2 beside it is 0x");
+    let mut made = right.clone();
+    made.words[(row * WORDS + 2) * 4 + 3] ^= 0x80;
+    assert_named(&made.check(&spec, 1), 1, &[&who]);
+    let mut made = right.clone();
+    let behind = made.words.len() - 5;
+    made.words[behind] ^= 1;
+    assert_named(&made.check(&spec, 1), 1, &["behind the words of 48 rows was written"]);
+    let mut made = right;
+    made.words.truncate((row * WORDS + 2) * 4);
+    assert!(made.check(&spec, 1).sentences.iter().any(|sentence| sentence.contains("beside it is missing")));
 }
 
 #[test]

@@ -122,6 +122,8 @@ pub struct Case {
     pub payload: usize,
     /// Payloads are gathered, choice by choice, instead of summed.
     pub gathered: bool,
+    /// Words of each token's side payload in dispatch; 0 for none.
+    pub dispatch_payload: usize,
     pub mode: Mode,
     /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
@@ -192,6 +194,7 @@ impl Default for Case {
             missing: MissingWord::No,
             payload: 0,
             gathered: false,
+            dispatch_payload: 0,
             mode: Mode::Fused,
             ahead: 1,
             lockstep: false,
@@ -756,6 +759,7 @@ fields! {
     missing: show_word, word;
     payload: show, within::<0, MAX_PAYLOAD>;
     gathered: flag, read_flag;
+    dispatch_payload: show, within::<0, MAX_PAYLOAD>;
     mode: show_word, word;
     ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;

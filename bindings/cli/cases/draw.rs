@@ -80,6 +80,7 @@ fn draw_present(seed: u64, device: DeviceWord) -> Case {
     draw_again(&mut case);
     draw_mixed(&mut case);
     draw_payload(&mut case, false);
+    draw_dispatch_payload(&mut case);
     case
 }
 
@@ -98,7 +99,7 @@ pub fn with_in_place(case: Case) -> Case {
     let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
     let case = Case { missing: MissingWord::No, quantize: false, ahead: 1, ..case };
-    Case { again: false, mixed: false, in_place: true, ..case }
+    Case { again: false, mixed: false, dispatch_payload: 0, in_place: true, ..case }
 }
 
 /// The draw, adapted to the arguments of `verify`.
@@ -133,7 +134,7 @@ fn with_missing(case: Case, usable: bool) -> Case {
     let late = case.several_nodes() && case.weights == WeightsWord::Combine;
     let weights = if late { WeightsWord::Dispatch } else { case.weights };
     let case = Case { weights, ..case };
-    Case { partial: PartialWord::Same, payload: 0, gathered: false, again: false, ..case }
+    Case { partial: PartialWord::Same, payload: 0, gathered: false, dispatch_payload: 0, again: false, ..case }
 }
 
 /// The configuration of a seeded schedule: a tiny world on one thread, with much traffic between ranks and little else.
@@ -187,6 +188,7 @@ fn draw_small_present(seed: u64) -> Case {
     draw_again(&mut case);
     draw_mixed(&mut case);
     draw_payload(&mut case, true);
+    draw_dispatch_payload(&mut case);
     case
 }
 
@@ -374,6 +376,16 @@ fn draw_payload(case: &mut Case, usable: bool) {
     if !dice.once_in(3) && (refused || case.partial == PartialWord::Same) {
         case.payload = words;
         case.gathered = gathered && (refused || case.layout != LayoutWord::Token);
+    }
+}
+
+/// Whether dispatch has a side payload, of less and of more words than a warp has lanes. From a stream of its own, as
+/// nodes are.
+fn draw_dispatch_payload(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 22, 0, 0));
+    let words = dice.of(&[1, 2, 3, 8, 40], 1);
+    if dice.once_in(2) && !case.in_place {
+        case.dispatch_payload = words;
     }
 }
 

@@ -21,6 +21,8 @@ pub enum Use {
     Old = 6,
     /// Powers of two of the blocks of a row.
     Power = 7,
+    /// Words beside a row.
+    Word = 8,
 }
 
 /// A bijective scramble of 64 bits in which each input bit reaches every output bit (xor-shift, multiply, twice).
@@ -150,6 +152,19 @@ impl Inputs {
                     out[block / 4] |= exponent << (block % 4 * 8);
                 }
             }
+        }
+    }
+
+    /// Writes the words beside the row of a token: any bits, a fifth of them those of -0 and a fifth those of NaNs.
+    pub fn fill_words(&self, rank: usize, token: usize, out: &mut [u32]) {
+        let counter = Counter::new(self.seed, Use::Word, self.iteration, rank, token);
+        for (j, word) in out.iter_mut().enumerate() {
+            let random = counter.at(j as u64);
+            *word = match (random >> 32) % 5 {
+                0 => 0x8000_0000,
+                1 => random as u32 | 0x7f80_0001,
+                _ => random as u32,
+            };
         }
     }
 

@@ -10,7 +10,8 @@ use super::words::{LayoutWord, WeightsWord};
 
 impl Case {
     /// The case with which a mixed case alternates: rows of another type, and by the seed also of fewer columns, sums
-    /// of another type, weights from elsewhere, and fewer tokens at the most.
+    /// of another type, weights from elsewhere, fewer tokens at the most, and no words
+    /// beside rows.
     pub fn other(&self) -> Case {
         let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 15, 0, 0);
         let mut bit = || counter.below(2) == 1;
@@ -45,6 +46,9 @@ impl Case {
         if bit() && self.round_tokens.is_none_or(|tokens| tokens >= self.max_tokens) {
             case.max_tokens = self.max_tokens.div_ceil(2);
             case.tokens = self.tokens.min(case.max_tokens);
+        }
+        if bit() {
+            case.dispatch_payload = 0;
         }
         case
     }

@@ -64,6 +64,7 @@ impl Case {
             (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
             (self.again, "its handles do not have the places of rows"),
             (self.mixed, "its calls are of one format"),
+            (self.dispatch_payload > 0, "it has no place for words beside its rows"),
         ];
         reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
     }
@@ -71,7 +72,7 @@ impl Case {
     /// Whether the library builds no context of such a case that goes on without missing ranks.
     fn builds_no_missing(&self) -> bool {
         let late = self.several_nodes() && self.weights == WeightsWord::Combine;
-        late || self.partial != PartialWord::Same || self.payload > 0
+        late || self.partial != PartialWord::Same || self.payload > 0 || self.dispatch_payload > 0
     }
 
     /// Why calls of this case do not go on without missing ranks, if there is a reason.
@@ -81,6 +82,7 @@ impl Case {
             (self.several_nodes() && self.weights == WeightsWord::Combine, "between nodes weights come with dispatch"),
             (self.partial != PartialWord::Same, "partial rows are of the combine dtype"),
             (self.payload > 0, "its sums have no payload"),
+            (self.dispatch_payload > 0, "its rows have no payload"),
             (self.in_place, "its output is not in place"),
             (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "its calls go in one round"),
             (self.again, "its handles do not serve again"),

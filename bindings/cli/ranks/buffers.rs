@@ -6,7 +6,7 @@
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
     CallFormat, Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, NewRows, Output, Payload,
-    Placed, Result, Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, Tokens, View,
+    Placed, Result, Rows, ScaleOrder, ScaleView, Stream, Strides, TokenCount, TokenPayload, Tokens, View,
 };
 
 use super::builder::call_format;
@@ -31,14 +31,18 @@ pub struct Buffers {
     local: usize,
     x: DeviceBuffer,
     x_scales: DeviceBuffer,
-    /// Rows and scales of a dispatch whose rows are replaced by its handle: any bytes.
-    before: Option<[DeviceBuffer; 2]>,
+    /// Words beside `x`.
+    x_words: DeviceBuffer,
+    /// Rows, scales and words of a dispatch whose rows are replaced by its handle: any bytes.
+    before: Option<[DeviceBuffer; 3]>,
     topk_idx: DeviceBuffer,
     topk_weight: DeviceBuffer,
     count: DeviceBuffer,
     /// Dispatched rows and their scales; with in-place output a copy, for the comparison.
     rows: DeviceBuffer,
     scales: DeviceBuffer,
+    /// Words beside `rows`.
+    words: DeviceBuffer,
     own: Option<InPlaceOutput>,
     expert_count: DeviceBuffer,
     expert_offset: DeviceBuffer,
@@ -64,6 +68,7 @@ pub struct Buffers {
 pub struct Observed {
     rows: Vec<u8>,
     scales: Vec<u8>,
+    words: Vec<u8>,
     expert_count: Vec<u8>,
     expert_offset: Vec<u8>,
     row_expert: Vec<u8>,
@@ -99,9 +104,11 @@ impl Buffers {
             local,
             x: alloc(case.max_tokens * x_pitch(case))?,
             x_scales: alloc(case.max_tokens * inputs.scale_words() * 4)?,
+            x_words: alloc(case.max_tokens * case.dispatch_payload * 4)?,
             before: if case.again {
                 let scales = alloc(case.max_tokens * inputs.scale_words() * 4)?;
-                Some([alloc(case.max_tokens * x_pitch(case))?, scales])
+                let words = alloc(case.max_tokens * case.dispatch_payload * 4)?;
+                Some([alloc(case.max_tokens * x_pitch(case))?, scales, words])
             } else {
                 None
             },
@@ -111,6 +118,7 @@ impl Buffers {
             // One row more than the library gets.
             rows: alloc((rows + 1) * rows_pitch(case))?,
             scales: alloc(scale_words_out(case, local) * 4 + 16)?,
+            words: alloc((rows + 1) * case.dispatch_payload * 4)?,
             expert_count: alloc(local * 4)?,
             expert_offset: alloc((local + 1) * 4)?,
             row_expert: alloc(rows * 4)?,
@@ -142,10 +150,11 @@ impl Buffers {
     }
 
     /// Outputs of dispatch and combine.
-    fn poisoned(&self) -> [&DeviceBuffer; 13] {
+    fn poisoned(&self) -> [&DeviceBuffer; 14] {
         [
             &self.rows,
             &self.scales,
+            &self.words,
             &self.expert_count,
             &self.expert_offset,
             &self.row_expert,
@@ -162,8 +171,8 @@ impl Buffers {
 
     /// Overwrites what dispatch reads, in stream order.
     pub fn spoil_tokens(&self, stream: &Stream) -> Result<()> {
-        let (x, scales) = self.sent();
-        for buffer in [x, scales, &self.topk_idx] {
+        let [x, scales, words] = self.sent();
+        for buffer in [x, scales, words, &self.topk_idx] {
             stream.fill(&buffer.view(), POISON)?;
         }
         // A dispatch by the handle has the same count.
@@ -176,12 +185,13 @@ impl Buffers {
 
     /// Overwrites what a dispatch by an earlier handle reads, in stream order.
     pub fn spoil_rows(&self, stream: &Stream) -> Result<()> {
-        [&self.x, &self.x_scales, &self.count].into_iter().try_for_each(|buffer| stream.fill(&buffer.view(), POISON))
+        let read = [&self.x, &self.x_scales, &self.x_words, &self.count];
+        read.into_iter().try_for_each(|buffer| stream.fill(&buffer.view(), POISON))
     }
 
-    /// Rows and scales that dispatch sends.
-    fn sent(&self) -> (&DeviceBuffer, &DeviceBuffer) {
-        self.before.as_ref().map_or((&self.x, &self.x_scales), |[x, scales]| (x, scales))
+    /// Rows, scales and words that dispatch sends.
+    fn sent(&self) -> [&DeviceBuffer; 3] {
+        self.before.as_ref().map_or([&self.x, &self.x_scales, &self.x_words], |before| before.each_ref())
     }
 
     /// Overwrites what combine reads, in stream order.
@@ -236,7 +246,12 @@ impl Buffers {
                 scales[token * row_stride + word * column_stride] = scale;
             }
         }
-        self.x_scales.write(0, &words_to_bytes(&scales))
+        self.x_scales.write(0, &words_to_bytes(&scales))?;
+        let mut beside = vec![0u32; tokens * self.case.dispatch_payload];
+        for (token, words) in beside.chunks_exact_mut(self.case.dispatch_payload.max(1)).enumerate() {
+            inputs.fill_words(self.rank, token, words);
+        }
+        self.x_words.write(0, &words_to_bytes(&beside))
     }
 
     /// Writes this rank's routing, weights and token count.
@@ -291,7 +306,7 @@ impl Buffers {
     /// Dispatch's input.
     pub fn tokens(&self, tokens: usize) -> Tokens {
         let case = &self.case;
-        let (x, scales) = self.sent();
+        let [x, scales, words] = self.sent();
         let index = match case.index {
             IndexWord::I32 => IndexType::I32,
             IndexWord::I64 => IndexType::I64,
@@ -308,12 +323,25 @@ impl Buffers {
             .topk_idx_strides(gaps.then(|| self.choice_strides(index.bytes())))
             .topk_weight_strides(gaps.then(|| self.choice_strides(4)))
             .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))
+            .payload(self.token_payload(words))
     }
 
     /// The rows of a dispatch by an earlier handle.
     pub fn new_rows(&self, tokens: usize) -> NewRows {
         let scales = self.scale_view(&self.x_scales);
-        NewRows::new(self.x.view(), self.count(tokens)).pitch_bytes(x_pitch(&self.case)).scales(scales)
+        let rows = NewRows::new(self.x.view(), self.count(tokens)).pitch_bytes(x_pitch(&self.case)).scales(scales);
+        rows.payload(self.token_payload(&self.x_words))
+    }
+
+    /// Words beside the rows that dispatch sends.
+    fn token_payload(&self, given: &DeviceBuffer) -> Option<TokenPayload> {
+        let words = self.case.dispatch_payload;
+        (words > 0).then(|| TokenPayload { view: given.view(), words })
+    }
+
+    /// Where they go.
+    fn words_view(&self) -> Option<View> {
+        (self.case.dispatch_payload > 0).then(|| self.words.view())
     }
 
     fn count(&self, tokens: usize) -> TokenCount {
@@ -329,7 +357,8 @@ impl Buffers {
     /// Where they go: dispatch's output.
     pub fn placed(&self) -> Placed {
         let (rows, scales) = self.row_views();
-        Placed::new(rows).pitch_bytes(rows_pitch(&self.case)).scales(scales).scale_order(self.scale_order())
+        let placed = Placed::new(rows).pitch_bytes(rows_pitch(&self.case)).scales(scales);
+        placed.scale_order(self.scale_order()).payload(self.words_view())
     }
 
     fn scale_order(&self) -> ScaleOrder {
@@ -371,6 +400,7 @@ impl Buffers {
             .pitch_bytes(rows_pitch(case))
             .scales(scales)
             .scale_order(self.scale_order())
+            .payload(self.words_view())
             .expert_offset(self.expert_offset.view())
             .row_expert(self.row_expert.view())
             .source(self.source.view())
@@ -448,6 +478,7 @@ impl Buffers {
         Ok(Observed {
             rows: read_all(&self.rows)?,
             scales: read_all(&self.scales)?,
+            words: read_all(&self.words)?,
             expert_count: read_all(&self.expert_count)?,
             expert_offset: read_all(&self.expert_offset)?,
             row_expert: read_all(&self.row_expert)?,
@@ -476,6 +507,7 @@ impl Buffers {
             source: Some(&seen.source),
             token_experts: token_layout.then_some(seen.token_experts.as_slice()),
             token_weights: token_layout.then_some(seen.token_weights.as_slice()),
+            payload: (self.case.dispatch_payload > 0).then_some((&seen.words, self.case.dispatch_payload)),
             row_count: Some(&seen.row_count),
             host_counts: self.case.host_counts.then_some(seen.host_counts.as_slice()),
             source_ranges: self.case.host_counts.then_some(seen.source_ranges.as_slice()),

@@ -79,6 +79,7 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
         tuning.partial = partial;
         tuning.duplicates = case.duplicate_percent.is_some();
         tuning.payload_words = case.payload_words();
+        tuning.dispatch_payload_words = case.dispatch_payload;
         tuning.compact_handles = case.compact_handles.then_some(true);
         // A capture cannot enlarge handles.
         let most = case.local_counts().into_iter().max().unwrap_or(0);

@@ -153,6 +153,7 @@ impl Config {
         add(case.missing != MissingWord::No, format!("--missing {}", case.missing.name()));
         add(case.payload > 0, format!("--payload {}", case.payload));
         add(case.gathered, "--gather".to_string());
+        add(case.dispatch_payload > 0, format!("--dispatch-payload {}", case.dispatch_payload));
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
@@ -235,6 +236,7 @@ impl Config {
             missing: or_default(args.missing, MissingWord::No),
             payload: args.payload.unwrap_or(0),
             gathered: args.gather,
+            dispatch_payload: args.dispatch_payload.unwrap_or(0),
             call_top_k: args.call_top_k,
             mode,
             lockstep: true,

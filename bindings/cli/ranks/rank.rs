@@ -400,6 +400,10 @@ impl RowSource for Made {
             None => self.inputs.fill_scales(rank, token, out),
         }
     }
+
+    fn words(&self, rank: usize, token: usize, out: &mut [u32]) {
+        self.inputs.fill_words(rank, token, out);
+    }
 }
 
 /// SMs of a shared GPU that no rank's calls take.

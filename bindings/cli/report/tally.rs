@@ -15,7 +15,7 @@ use crate::cli::cases::words::{
 };
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 18] = [
+const DIMENSIONS: [&str; 19] = [
     "dtype",
     "scales",
     "combine",
@@ -33,10 +33,11 @@ const DIMENSIONS: [&str; 18] = [
     "again",
     "mixed",
     "payload",
+    "dispatch payload",
     "missing",
 ];
-/// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, and
-/// rows go by earlier handles.
+/// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, rows
+/// go by earlier handles, and rows have words beside them.
 const SUMS: &str = "sums";
 const GATHERED: &str = "gathered";
 const NO_YES: [&str; 2] = ["no", "yes"];
@@ -76,11 +77,11 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 | 9 | 10 | 13 | 14 | 15 => NO_YES.to_vec(),
+        6 | 9 | 10 | 13 | 14 | 15 | 17 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
-        17 => names(MissingWord::ALL),
+        18 => names(MissingWord::ALL),
         16 => vec![NO_YES[0], SUMS, GATHERED],
         _ => vec![ONE, EVEN, UNEVEN],
     }
@@ -121,6 +122,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         NO_YES[usize::from(case.again)],
         NO_YES[usize::from(case.mixed)],
         payload_of(case),
+        NO_YES[usize::from(case.dispatch_payload > 0)],
         case.missing.name(),
     ]
 }
@@ -154,7 +156,7 @@ fn must_be_refused(pair: &Pair) -> bool {
         ("partial", "payload") => pair.1 != "same" && pair.3 != "no",
         ("partial", "missing") => pair.1 != "same" && pair.3 != "no",
         ("nodes", "missing") => pair.1 != ONE && pair.3 != "no",
-        ("again" | "payload", "missing") => pair.1 != "no" && pair.3 != "no",
+        ("again" | "payload" | "dispatch payload", "missing") => pair.1 != "no" && pair.3 != "no",
         _ => false,
     }
 }
@@ -229,10 +231,13 @@ mod tests {
     fn pairs_are_of_all_dimensions() {
         // 4 dtypes with 4 modes, these with the dimensions of 3 values, those with each other, and all of them with
         // those of 2, which are paired, too.
-        let (twos, threes) = (7, DIMENSIONS.len() - 9);
+        let (twos, threes) = (8, DIMENSIONS.len() - 10);
         let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
-        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1 + 1 + 4 + 4 + 4 + 2 + 4);
+        assert_eq!(
+            all_pairs().iter().filter(|p| must_be_refused(p)).count(),
+            6 + 1 + 3 + 1 + 1 + 4 + 4 + 4 + 2 + 4 + 2
+        );
     }
 
     #[test]
