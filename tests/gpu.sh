@@ -165,7 +165,8 @@ section_checks() {
   check formats env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" one_context::calls_of one_context::any_number \
     one_context::a_format --test-threads=1
   check missing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" missing:: --skip stops_anywhere --skip nothing_is_stored --skip missing::nodes --test-threads=1
-  check payload env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" payload:: --test-threads=1
+  check payload env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" payload:: --skip between_nodes --skip formats_and_words \
+    --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
   check overlap "$dir/calls" overlap::graphs_of_another_library
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/transport" gpu_nic::contexts gpu_nic::arenas --test-threads=1
@@ -223,6 +224,7 @@ section_modes() {
   figure "decode-missing-$ranks" "${decode[@]}" --missing able
   figure "decode-payload-$ranks" "${decode[@]}" --payload 1
   figure "decode-gathered-$ranks" "${decode[@]}" --payload 1 --gather
+  figure "decode-dispatch-payload-$ranks" "${decode[@]}" --dispatch-payload 8
   figure "decode-partial-fp8-$ranks" --world "$ranks" --tokens 1,16,128 --partial fp8
   figure "prefill-partial-fp8-$ranks" --world "$ranks" --tokens 4096 --iters 100 --warmup 10 --partial fp8
   figure "decode-processes-$ranks" "${decode[@]}" --launch processes
