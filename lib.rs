@@ -120,8 +120,8 @@
 //!    `dispatch_send_counts` wait for the other ranks' sends, and hold up what the stream has behind them. If rank 0
 //!    combines before it dispatches and rank 1 dispatches before it combines, each on one stream, both wait until the
 //!    deadline. On two streams they do not. A breach ends in a `Timeout` that names this rule.
-//! 5. All ranks make a call in the same format ([`CallFormat`]), with or without a payload. A breach closes the
-//!    context: with an [`Error::Order`], or with a `Timeout` that may come first.
+//! 5. All ranks make a call in the same format ([`CallFormat`]), with a payload of as many words, or without. A breach
+//!    closes the context: with an [`Error::Order`], or with a `Timeout` that may come first.
 //!
 //! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
 //! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one after

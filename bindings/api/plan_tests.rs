@@ -35,6 +35,27 @@ fn v3_of_nodes(tokens: usize, sizes: &[usize]) -> PlanInput {
 }
 
 #[test]
+fn words_beside_dispatched_rows_lengthen_their_slots_and_messages_alone() {
+    let plain = v3_of_nodes(128, &[4, 4]);
+    let [plain, paid] =
+        [plain.clone(), PlanInput { slot_payload_bytes: 32, ..plain }].map(|input| Plan::new(&input).unwrap());
+    let row = 7168 + 4 * 56;
+    assert_eq!([plain.slot_bytes, paid.slot_bytes], [row, row + 32]);
+    assert_eq!(
+        [&plain, &paid].map(|plan| plan.regions.rows.source_stride),
+        [row, row + 32].map(|bytes| 128 * bytes as u64)
+    );
+    assert_eq!(plain.regions.partials.source_stride, paid.regions.partials.source_stride);
+    let row_bytes =
+        |plan: &Plan, direction: Direction| plan.wire.as_ref().unwrap().1[direction.index()].row_bytes as usize;
+    assert_eq!([&plain, &paid].map(|plan| row_bytes(plan, Direction::Dispatch)), [row, row + 32]);
+    assert_eq!(row_bytes(&plain, Direction::Combine), row_bytes(&paid, Direction::Combine));
+    // Calls without words have messages of shorter rows.
+    let call = CallBytes { slot_bytes: row, partial_bytes: 14336, weights_with_dispatch: true };
+    assert_eq!(paid.message_of(Direction::Dispatch, call).unwrap().row_bytes as usize, row);
+}
+
+#[test]
 fn ep64_arenas_stay_within_the_limits_of_the_design() {
     let plan = Plan::new(&v3_of_nodes(128, &[8; 8])).unwrap();
     assert!(plan.arena_bytes() <= 256 << 20, "{} MiB", plan.arena_bytes() >> 20);
