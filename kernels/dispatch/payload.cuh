@@ -1,8 +1,7 @@
 // Dispatch, the side payload: fp32 words of each token, which go with its row to every rank that gets the token.
 // Nothing is computed of them: bits stay as they are.
 //
-//   caller [tokens][words] -> behind the scales of the row, in a slot or in a message between nodes -> output
-//   [rows][words]
+//   caller: [tokens][words] ──▶ slot, or message between nodes: behind the row's scales ──▶ output: [rows][words]
 //
 // The warp that carries a row's last slice also carries its words, before that slice is announced. So the slice's tag
 // (N2), or the chunk (E1), announces them, too.
