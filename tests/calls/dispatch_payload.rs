@@ -4,7 +4,6 @@
 use crate::rig;
 
 use rig::{EXPERTS, HIDDEN, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, nodes, on_ranks, test_device};
-use std::time::Duration;
 use tokenyard::*;
 
 /// More than a lane each.
@@ -350,7 +349,7 @@ fn words_without_room_or_place_are_refused() {
 #[test]
 fn ranks_that_differ_in_their_words_find_it() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |builder| with_room(builder).timeout(Duration::from_millis(900)));
+        let rig = Rig::with(&world, with_room);
         rig.route_all(1);
         let words = rig.ep.device().alloc(4 * rig.capacity * MOST).unwrap();
         let given = rig.ep.device().alloc(4 * MAX_TOKENS * MOST).unwrap();
