@@ -127,7 +127,12 @@ impl AllToAllBuilder {
         let Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
-        let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
+        let absence = shape.missing != MissingRanks::Fatal && shape.nodes.members().len() > 1;
+        let block = match device.kind() {
+            DeviceKind::Cpu => CPU_BLOCK,
+            DeviceKind::Cuda if absence => raw::TY_ABSENCE_BLOCK_THREADS,
+            DeviceKind::Cuda => raw::TY_MAX_BLOCK_THREADS,
+        };
         let sms = sms_of(builder.sms, &shape, &device, builder.proxy.as_ref());
         let shared = Shared {
             tables: &tables,

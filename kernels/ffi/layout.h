@@ -36,6 +36,7 @@
 #define TY_SLICES 8
 // Threads of a block on a GPU at the most (the launch bound of every kernel).
 #define TY_MAX_BLOCK_THREADS 512
+#define TY_ABSENCE_BLOCK_THREADS 384 // between nodes, where ranks may be absent: fewer, as each needs more registers
 
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 100352
