@@ -424,15 +424,15 @@ TY_KERNEL(ty_combine_specialised_late_nodes, LateChoices<Way::nodes>) { combine<
 
 // Calls that go on without missing ranks.
 TY_KERNEL(ty_combine_absence_bf16, AbsenceCombineArgs<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL_OF(TY_ABSENCE_BLOCK_THREADS, ty_combine_absence_bf16_nodes, AbsenceCombineArgs<true>) {
+TY_KERNEL_OF(ty_combine_absence_bf16_nodes, AbsenceCombineArgs<true>, TY_ABSENCE_BLOCK_THREADS) {
   combine<Bf16, Bf16, true>(a);
 }
 TY_KERNEL(ty_combine_absence_fp16, AbsenceCombineArgs<false>) { combine<Fp16, Fp16, false>(a); }
-TY_KERNEL_OF(TY_ABSENCE_BLOCK_THREADS, ty_combine_absence_fp16_nodes, AbsenceCombineArgs<true>) {
+TY_KERNEL_OF(ty_combine_absence_fp16_nodes, AbsenceCombineArgs<true>, TY_ABSENCE_BLOCK_THREADS) {
   combine<Fp16, Fp16, true>(a);
 }
 TY_KERNEL(ty_combine_absence_fp32, AbsenceCombineArgs<false>) { combine<Fp32, Fp32, false>(a); }
-TY_KERNEL_OF(TY_ABSENCE_BLOCK_THREADS, ty_combine_absence_fp32_nodes, AbsenceCombineArgs<true>) {
+TY_KERNEL_OF(ty_combine_absence_fp32_nodes, AbsenceCombineArgs<true>, TY_ABSENCE_BLOCK_THREADS) {
   combine<Fp32, Fp32, true>(a);
 }
 

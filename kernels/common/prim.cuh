@@ -75,8 +75,8 @@ template <typename To, typename From> TY_DEVICE To same_bits(From from) {
 
 // Defines a kernel: TY_KERNEL(name, Args) { body uses a }. At most 512 threads a block, or so many: with fewer each has
 // more registers.
-#define TY_KERNEL(name, Args) TY_KERNEL_OF(TY_MAX_BLOCK_THREADS, name, Args)
-#define TY_KERNEL_OF(threads, name, Args)                                                                              \
+#define TY_KERNEL(name, Args) TY_KERNEL_OF(name, Args, TY_MAX_BLOCK_THREADS)
+#define TY_KERNEL_OF(name, Args, threads)                                                                              \
   extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Args a)
 // Lists every kernel of the build once, at the end of kernels.cu (used by the CPU build alone).
 #define TY_KERNEL_TABLE_BEGIN
@@ -314,7 +314,7 @@ TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__popcll(x)); }
 // A thread is a fiber. Free mode: accesses are the machine's own, after one predictable test.
 // Seeded mode: each goes through the executor, which may run other fibers first.
 
-#define TY_KERNEL_OF(threads, name, Args) TY_KERNEL(name, Args)
+#define TY_KERNEL_OF(name, Args, threads) TY_KERNEL(name, Args)
 #define TY_KERNEL(name, Args)                                                                                          \
   static void name##_body(const Args &a);                                                                              \
   static void name##_enter(const void *args) { name##_body(*static_cast<const Args *>(args)); }                        \

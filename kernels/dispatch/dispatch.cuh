@@ -547,9 +547,9 @@ TY_KERNEL(ty_dispatch_payload_specialised_contiguous_nodes, PayloadContiguous<tr
 TY_KERNEL(ty_dispatch_payload_specialised_token, PayloadToken<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_payload_specialised_token_nodes, PayloadToken<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_absence, AbsenceDispatchArgs<false>) { dispatch<false>(a); }
-TY_KERNEL_OF(TY_ABSENCE_BLOCK_THREADS, ty_dispatch_absence_nodes, AbsenceDispatchArgs<true>) { dispatch<true>(a); }
+TY_KERNEL_OF(ty_dispatch_absence_nodes, AbsenceDispatchArgs<true>, TY_ABSENCE_BLOCK_THREADS) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_absence_counts, AbsenceCountsArgs<false>) { dispatch<false>(a); }
-TY_KERNEL_OF(TY_ABSENCE_BLOCK_THREADS, ty_dispatch_absence_counts_nodes, AbsenceCountsArgs<true>) { dispatch<true>(a); }
+TY_KERNEL_OF(ty_dispatch_absence_counts_nodes, AbsenceCountsArgs<true>, TY_ABSENCE_BLOCK_THREADS) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous, SpecialisedContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_contiguous_nodes, SpecialisedContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_masked, SpecialisedMasked<false>) { dispatch<false>(a); }

@@ -185,7 +185,10 @@ fn every_kernel_stands_in_the_one_list() {
     let sources = files("kernels", &["cuh"]);
     let mut defined: Vec<&str> = Vec::new();
     for (_, text) in sources.iter().filter(|(name, _)| !name.ends_with("prim.cuh")) {
-        defined.extend(text.lines().filter_map(|line| line.strip_prefix("TY_KERNEL(")?.split(',').next()));
+        defined.extend(text.lines().filter_map(|line| {
+            let definition = line.strip_prefix("TY_KERNEL(").or_else(|| line.strip_prefix("TY_KERNEL_OF("));
+            definition?.split(',').next()
+        }));
     }
     listed.sort_unstable();
     defined.sort_unstable();
