@@ -4,6 +4,7 @@
 use crate::rig;
 
 use rig::{EXPERTS, HIDDEN, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, nodes, on_ranks, test_device};
+use std::time::Duration;
 use tokenyard::*;
 
 /// More than a lane each.
@@ -349,7 +350,7 @@ fn words_without_room_or_place_are_refused() {
 #[test]
 fn ranks_that_differ_in_their_words_find_it() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, with_room);
+        let rig = Rig::with(&world, |builder| with_room(builder).timeout(Duration::from_millis(900)));
         rig.route_all(1);
         let words = rig.ep.device().alloc(4 * rig.capacity * MOST).unwrap();
         let given = rig.ep.device().alloc(4 * MAX_TOKENS * MOST).unwrap();
@@ -358,8 +359,11 @@ fn ranks_that_differ_in_their_words_find_it() {
         let output = rig.output(rig.capacity).payload(words.view());
         drop(rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap());
         rig.stream.synchronize(PATIENCE).unwrap();
-        let text = rig.ep.check().unwrap_err().to_string();
-        assert!(text.contains("another format here than on rank"), "{text}");
-        world.barrier("both found it").unwrap();
+        // A rank that finds it first closes its context, and may leave the other without metadata.
+        let error = rig.ep.check().unwrap_err();
+        let found = error.to_string().contains("another format here than on rank");
+        let both = world.all_gather("both ended", &[u8::from(found)]).unwrap();
+        assert!(found || matches!(error, Error::Timeout { .. }), "{error}");
+        assert!(both.iter().any(|found| found == &[1]), "{error}");
     });
 }
