@@ -160,8 +160,8 @@ impl AllToAllBuilder {
 
     /// What calls do about ranks that are missing; the same on all ranks. Default: a silent rank closes the context.
     /// The other choices cost time and memory: partial rows have tags, and a token a slot for every rank of the node.
-    /// They are for worlds of at most 32 ranks, without in-place output, rounds, side payloads and partial rows of
-    /// another type, for combines that do not accumulate, not for
+    /// They are for worlds of at most 32 ranks, of nodes that have equally many, without in-place output, rounds, side
+    /// payloads and partial rows of another type, for combines that do not accumulate, not for
     /// [`dispatch_again`](super::AllToAll::dispatch_again), and between nodes not for weights that come with combine.
     ///
     /// A masked rank gets nothing, is waited for by nobody, and adds nothing: tokens lose its experts' terms, and the
@@ -172,7 +172,8 @@ impl AllToAllBuilder {
     ///
     /// Between nodes a rank's rows go by way of the rank of the same place in the other node, its rail there. What the
     /// rail masks is masked in its whole node. While a rail is masked, the ranks that it serves lack its node: they are
-    /// not masked, but their tokens go without that node's experts.
+    /// not masked, but their tokens go without that node's experts. A rank is not notified that a rank of another node
+    /// has masked it: mask on both sides.
     pub fn missing_ranks(mut self, missing: MissingRanks) -> Self {
         self.missing = missing;
         self
@@ -438,6 +439,9 @@ impl AllToAllBuilder {
             return Ok(());
         } else if nodes.ranks().count() > MOST_MASKED {
             "calls go on without missing ranks in worlds of at most 32 ranks; leave it out"
+        } else if nodes.members().iter().any(|ranks| ranks.len() != nodes.largest()) {
+            "where calls go on without missing ranks, nodes have equally many ranks, as others are linked one way alone; \
+             leave it out"
         } else if nodes.members().len() > 1 && self.weights == Weights::Combine {
             "between nodes, where calls go on without missing ranks, weights come with dispatch; give them there"
         } else if self.tuning.in_place.is_some() {

@@ -354,12 +354,7 @@ impl Plan {
             barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
             dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
             combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
-            signs: c.region(
-                "signs of life",
-                1,
-                node_ranks,
-                if input.slot_of_rank { 8 * (1 + ranks as u64) } else { 0 },
-            )?,
+            signs: c.region("signs of life", 1, node_ranks, if input.slot_of_rank { 8 * (1 + ranks) } else { 0 })?,
             in_place_rows: c.region("output rows", 1, 1, in_place_rows.checked_mul(input.row_bytes as u64)?)?,
             in_place_scales: c.region(
                 "output scales",

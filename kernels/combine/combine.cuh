@@ -236,6 +236,8 @@ TY_DEVICE bool sum_without_dropped(const CombineArgs auto &a, const Round &round
   const auto &c = a.context;
   if (!is_last_worker(c, TY_DIRECTION_COMBINE, ended)) return false;
   CombineShared &shared = block_shared<CombineShared>();
+  // Other blocks may have left out more nodes than this one, whose sums nobody has waited for.
+  keep_masked(c);
   u32 found = dropped_ranks(c, TY_DIRECTION_COMBINE, round.epoch);
   if (thread_index() == 0) store(&shared.dropped, found);
   block_barrier();

@@ -114,6 +114,9 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
     bool lacks = (parts.present & out) != 0;
     parts.present &= ~out;
     if (lacks && !gathered(partials_fail<true>(c, terms, 0, round.epoch, 1 + j, row, parts))) return false;
+    // For a masked source nobody waited. The sum is left out, and with it the node, if that rank goes on.
+    bool masked = lane_index() == 0 && is_masked(c, served_source(c, j));
+    if (warp_ballot(masked) != 0) return true;
   }
   u32 count = popcount64(parts.present);
   char *out = sum_in_message(c, round, j, row);

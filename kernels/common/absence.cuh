@@ -86,10 +86,14 @@ TY_DEVICE void keep_masked(const Context auto &c) {
   store(&block_shared<LaunchShared>().cut, cut);
 }
 
-// Leaves a rank that a wait gave up out of this launch. By any thread of a block, before the block meets.
-TY_DEVICE void leave_out(const Context auto &, u32 rank) {
+// Leaves a rank that a wait gave up out of this launch, and those whose rail it is. By any thread of a block, before
+// the block meets.
+TY_DEVICE void leave_out(const Context auto &c, u32 rank) {
+  u32 cut = 1u << rank;
+  for (u32 other = 0; spans_nodes(c) && other < c.ranks; ++other)
+    if (world_rank(c, carrier_of(c, other)) == rank) cut |= 1u << other;
   atomic_or_block(&block_shared<LaunchShared>().masked, 1u << rank);
-  atomic_or_block(&block_shared<LaunchShared>().cut, 1u << rank);
+  atomic_or_block(&block_shared<LaunchShared>().cut, cut);
 }
 
 // The ranks of the node that get nothing of this launch, a bit each: one answer for all threads of a block.

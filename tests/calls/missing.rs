@@ -2,6 +2,7 @@
 //! and every row and sum of the others is right. Ranks that are alive are never masked.
 
 mod nodes;
+mod schedules;
 
 use crate::rig;
 
