@@ -170,10 +170,10 @@ impl AllToAllBuilder {
     /// each masks the other as soon as it knows that it is masked. A rank stays masked; it comes back with a new
     /// [generation](crate::World::regroup), whose contexts have new masks.
     ///
-    /// Between nodes a rank's rows go by way of the rank of the same place in the other node, its rail there. What the
-    /// rail masks is masked in its whole node. While a rail is masked, the ranks that it serves lack its node: they are
-    /// not masked, but their tokens go without that node's experts. A rank is not notified that a rank of another node
-    /// has masked it: mask on both sides.
+    /// Between nodes a rank's rows go by way of the rank of the same place in the other node, its rail there. Nothing
+    /// comes to a node of a rank that its rail there has masked. While a rail is masked, the ranks that it serves lack
+    /// its node: they are not masked, but their tokens go without that node's experts. A rank is not notified that a
+    /// rank of another node has masked it: mask on both sides.
     pub fn missing_ranks(mut self, missing: MissingRanks) -> Self {
         self.missing = missing;
         self

@@ -42,11 +42,9 @@ TY_DEVICE bool has_masked(const Context auto &c, u32 local, u32 rank) {
   return load_relaxed_sys(masked_sign(c, c.local, local, rank)) != 0;
 }
 
-// Whether another rank's mask of a rank counts here: a node peer's of this one, or a rail's of whom it serves.
-TY_DEVICE bool is_masked_by_others(const Context auto &c, u32 rank) {
-  u32 carrier = carrier_of(c, rank);
-  if (is_node_peer(c, rank)) return has_masked(c, carrier, c.rank);
-  return carrier != c.local && has_masked(c, carrier, rank);
+// Whether a rank has masked this one, as far as this one can know.
+TY_DEVICE bool is_masked_by(const Context auto &c, u32 rank) {
+  return is_node_peer(c, rank) && has_masked(c, rank - c.node_first, c.rank);
 }
 
 // Masks a rank for good, whatever the caller's tensor holds afterwards.
@@ -62,16 +60,21 @@ TY_DEVICE bool is_masked(const Context auto &c, u32 rank) {
   if (!tolerates_absence(c) || rank == c.rank) return false;
   u32 masked = load_relaxed_gpu(&absence_of(c, rank)->masked);
   u32 by_caller = load_relaxed_gpu(pointer<const u32>(c.mask) + rank);
-  bool by_others = is_masked_by_others(c, rank);
-  bool now = masked == 0 && (by_caller != 0 || by_others);
+  bool now = masked == 0 && (by_caller != 0 || is_masked_by(c, rank));
   if (now) mask_rank(c, rank);
   return now || masked != 0;
 }
 
-// Whether nothing comes of a rank, nor goes to it: it is masked, or its rail is.
+// Whether nothing of a rank of another node comes from its rail in this node: the rail is masked, or has masked it.
+TY_DEVICE bool is_behind_mask(const Context auto &c, u32 rank) {
+  u32 carrier = carrier_of(c, rank);
+  return carrier != c.local && (is_masked(c, world_rank(c, carrier)) || has_masked(c, carrier, rank));
+}
+
+// Whether nothing comes of a rank.
 TY_DEVICE bool is_cut_off(const Context auto &c, u32 rank) {
   if (is_masked(c, rank)) return true;
-  return tolerates_absence(c) && !is_node_peer(c, rank) && is_masked(c, world_rank(c, carrier_of(c, rank)));
+  return tolerates_absence(c) && !is_node_peer(c, rank) && is_behind_mask(c, rank);
 }
 
 // Keeps which ranks are masked as a launch begins. By a whole block, which meets afterwards.
@@ -79,8 +82,8 @@ TY_DEVICE void keep_masked(const Context auto &c) {
   if (!tolerates_absence(c) || warp_index() != 0) return;
   bool there = lane_index() < c.ranks;
   u32 masked = warp_ballot(there && is_masked(c, lane_index()));
-  u32 carrier = spans_nodes(c) && there ? world_rank(c, carrier_of(c, lane_index())) : lane_index();
-  u32 cut = warp_ballot(there && (((masked >> lane_index()) | (masked >> carrier)) & 1) != 0);
+  u32 cut = masked;
+  if (spans_nodes(c)) cut |= warp_ballot(there && !is_node_peer(c, lane_index()) && is_behind_mask(c, lane_index()));
   if (lane_index() != 0) return;
   store(&block_shared<LaunchShared>().masked, masked);
   store(&block_shared<LaunchShared>().cut, cut);

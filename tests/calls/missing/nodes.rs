@@ -146,7 +146,10 @@ fn silence(nodes: &[usize], victim: usize, stop: Stop, salt: usize, dies: bool) 
             ep.check().unwrap();
         }
         rounds(&member, 60..66, &[victim]);
-        let mask: Vec<i32> = (0..member.ranks).map(|rank| i32::from(rank == victim)).collect();
+        // The others get nothing of it, and learn of it from nobody.
+        let ((own, local), (node, served)) = (place(nodes, rank), place(nodes, victim));
+        let knows = own == node || local == served;
+        let mask: Vec<i32> = (0..member.ranks).map(|rank| i32::from(rank == victim && knows)).collect();
         assert_eq!(member.mask(), mask, "{what}");
         assert!(member.silent().iter().all(|rank| *rank == victim), "{what}: {:?}", member.silent());
         left.fetch_sub(1, Ordering::Release);
