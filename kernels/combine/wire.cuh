@@ -91,7 +91,7 @@ TY_DEVICE void pack_sum_heads(const CombineArgs auto &a, const CombineShared &sh
   if (team_warp(team) + 1 != team.warps) return;
   u32 targets = layout_of(c, TY_DIRECTION_COMBINE).targets;
   for (u32 j = worker_count(c) - 1 - block_index(); j < targets; j += worker_count(c))
-    if (!was_masked(c, served_source(c, j))) pack_sum_head(a, shared, round, j);
+    if (!is_link_out(c, TY_DIRECTION_COMBINE, j)) pack_sum_head(a, shared, round, j);
 }
 
 // Packs a piece of one row of the message to served source j, the block's number `counted`. By a warp. False once a
@@ -148,7 +148,7 @@ TY_DEVICE bool send_sums(const CombineArgs auto &a, CombineShared &shared, const
   if (sends_sums(a)) return true;
   u32 most = 0, begin = 0;
   auto rows_of = [&](u32 j) {
-    if (was_masked(c, served_source(c, j))) return 0u;
+    if (is_link_out(c, TY_DIRECTION_COMBINE, j)) return 0u;
     Range range = rail_rows(a, round, j);
     return range.end - range.first;
   };

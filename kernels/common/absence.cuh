@@ -22,11 +22,8 @@ TY_DEVICE u64 *masked_sign(const Context auto &c, u32 owner, u32 from, u32 rank)
   return signs_of(c, owner, from) + 1 + rank;
 }
 
-// The rank of this node through which a rank's rows come: the rank itself, or its rail.
-TY_DEVICE u32 carrier_of(const Context auto &c, u32 rank) {
-  if (is_node_peer(c, rank)) return rank - c.node_first;
-  return static_cast<u32>(load(pointer<const u64>(c.source_owner) + rank) >> 16) & 0xffffu;
-}
+// The rank of this node through which a rank's rows come: the rank itself, or its rail. Nodes have equally many ranks.
+TY_DEVICE u32 carrier_of(const Context auto &c, u32 rank) { return spans_nodes(c) ? rank % c.node_ranks : rank; }
 
 // Notifies those that a mask concerns: the masked rank itself; of a rank of another node its rail here, which waits for
 // no partial rows for it, or if this rank is the rail all others, to which nothing of it comes then.
@@ -42,11 +39,6 @@ TY_DEVICE bool has_masked(const Context auto &c, u32 local, u32 rank) {
   return load_relaxed_sys(masked_sign(c, c.local, local, rank)) != 0;
 }
 
-// Whether a rank has masked this one, as far as this one can know.
-TY_DEVICE bool is_masked_by(const Context auto &c, u32 rank) {
-  return is_node_peer(c, rank) && has_masked(c, rank - c.node_first, c.rank);
-}
-
 // Masks a rank for good, whatever the caller's tensor holds afterwards.
 TY_DEVICE void mask_rank(const Context auto &c, u32 rank) {
   store_relaxed_gpu(&absence_of(c, rank)->masked, 1u);
@@ -60,7 +52,8 @@ TY_DEVICE bool is_masked(const Context auto &c, u32 rank) {
   if (!tolerates_absence(c) || rank == c.rank) return false;
   u32 masked = load_relaxed_gpu(&absence_of(c, rank)->masked);
   u32 by_caller = load_relaxed_gpu(pointer<const u32>(c.mask) + rank);
-  bool now = masked == 0 && (by_caller != 0 || is_masked_by(c, rank));
+  bool by_itself = is_node_peer(c, rank) && has_masked(c, carrier_of(c, rank), c.rank);
+  bool now = masked == 0 && (by_caller != 0 || by_itself);
   if (now) mask_rank(c, rank);
   return now || masked != 0;
 }
@@ -80,10 +73,13 @@ TY_DEVICE bool is_cut_off(const Context auto &c, u32 rank) {
 // Keeps which ranks are masked as a launch begins. By a whole block, which meets afterwards.
 TY_DEVICE void keep_masked(const Context auto &c) {
   if (!tolerates_absence(c) || warp_index() != 0) return;
-  bool there = lane_index() < c.ranks;
-  u32 masked = warp_ballot(there && is_masked(c, lane_index()));
-  u32 cut = masked;
-  if (spans_nodes(c)) cut |= warp_ballot(there && !is_node_peer(c, lane_index()) && is_behind_mask(c, lane_index()));
+  // Lanes without a rank look at the own one, which is never masked. All words are loaded together.
+  u32 rank = lane_index() < c.ranks ? lane_index() : c.rank, carrier = carrier_of(c, rank);
+  bool foreign = spans_nodes(c) && !is_node_peer(c, rank);
+  bool by_rail = foreign && carrier != c.local && has_masked(c, carrier, rank);
+  u32 masked = warp_ballot(is_masked(c, rank));
+  bool rail_is = foreign && ((masked >> world_rank(c, carrier)) & 1) != 0;
+  u32 cut = masked | warp_ballot(by_rail || rail_is);
   if (lane_index() != 0) return;
   store(&block_shared<LaunchShared>().masked, masked);
   store(&block_shared<LaunchShared>().cut, cut);

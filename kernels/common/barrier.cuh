@@ -29,7 +29,7 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_BARRIER);
   if (!relay_staging(c, TY_DIRECTION_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
-    if (is_masked(c, peer_of_link(c, TY_DIRECTION_BARRIER, link))) continue;
+    if (is_link_out(c, TY_DIRECTION_BARRIER, link)) continue;
     publish_chunks(c, TY_DIRECTION_BARRIER, epoch, link, 0);
     write_wire_head(staging_of(c, TY_DIRECTION_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, c.rank);
     count_packed(c, TY_DIRECTION_BARRIER, epoch, link, {0, 0}, 0, packed_head);
@@ -41,6 +41,7 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
 TY_DEVICE void barrier(const Context auto &c) {
   ty_progress *own = progress_of(c, TY_DIRECTION_BARRIER);
   // Before a meeting, after which warp 0 looks at all warps' faults.
+  keep_masked(c);
   begin_faults();
   Progress progress = agree_progress(c, ask_progress(c, TY_DIRECTION_BARRIER), TY_DIRECTION_BARRIER);
   u64 number = progress.received + 1;

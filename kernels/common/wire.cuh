@@ -53,6 +53,14 @@ TY_DEVICE u32 peer_of_link(const Context auto &c, u32 direction, u32 link) {
   return direction == TY_DIRECTION_COMBINE ? served_source(c, link) : rail_of_link(c, link);
 }
 
+// Whether the rank at the other end of a link, or of a source, gets nothing of this launch.
+TY_DEVICE bool is_link_out(const Context auto &c, u32 direction, u32 link) {
+  return tolerates_absence(c) && was_masked(c, peer_of_link(c, direction, link));
+}
+TY_DEVICE bool is_source_out(const Context auto &c, u32 direction, u32 source) {
+  return tolerates_absence(c) && was_masked(c, peer_of_source(c, direction, source));
+}
+
 // ---- where messages lie ------------------------------------------------------------------------------------------
 
 TY_DEVICE char *staging_of(const Context auto &c, u32 direction, u64 epoch, u32 link) {
@@ -100,8 +108,8 @@ TY_DEVICE bool wait_staging(const Context auto &c, u32 direction, u64 epoch, u32
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(layout_of(c, direction), epoch, link);
   // E10. Mostly the network already has.
   if (load_acquire_sys(word) == epoch - 2) return true;
+  if (is_link_out(c, direction, link)) return true;
   u32 peer = peer_of_link(c, direction, link);
-  if (was_masked(c, peer)) return true;
   if (wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer, "wire staging", direction)) return true;
   if (fails(c, false)) return false;
   leave_out(c, peer);
@@ -181,8 +189,8 @@ TY_DEVICE u32 chunk_of_arrival(u32 name) { return name & ((1u << TY_ARRIVAL_CHUN
 // Waits until the relay has seen a chunk. By a thread. False once a deadline passed, or if the source is masked.
 TY_DEVICE bool wait_arrived(const Context auto &c, u32 direction, u64 epoch, u32 source, u32 chunk) {
   const u64 *word = pointer<const u64>(c.wire.arrived) + arrived_word(layout_of(c, direction), epoch, source, chunk);
-  u32 peer = peer_of_source(c, direction, source);
-  return !was_masked(c, peer) && wait_tag(c, word, epoch, TY_SITE_ARRIVED, peer, "chunk", direction);
+  if (is_source_out(c, direction, source)) return false;
+  return wait_tag(c, word, epoch, TY_SITE_ARRIVED, peer_of_source(c, direction, source), "chunk", direction);
 }
 
 TY_DEVICE const ty_wire_head *wire_head(const Context auto &c, u32 direction, u64 epoch, u32 source) {
@@ -244,7 +252,7 @@ TY_DEVICE u32 list_staging(const Context auto &c, RelayShared &shared, u32 direc
   for (; link < l.targets && count < relay_batch; ++link) {
     u32 word = link_word(l, epoch, link);
     if (load_relaxed_gpu(pointer<const u64>(c.wire.free) + word) == epoch - 2) continue;
-    if (is_masked(c, peer_of_link(c, direction, link))) continue;
+    if (is_link_out(c, direction, link)) continue;
     store(&shared.entries[count], link);
     store(&shared.words[count++], word);
   }
@@ -321,8 +329,7 @@ TY_DEVICE bool relay_arrived(const Context auto &c, u32 direction, u64 epoch, Ro
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
   for (u32 source = 0; source < l.sources; ++source) {
-    bool absent = is_masked(c, peer_of_source(c, direction, source));
-    store(&shared.sources[source], absent ? source_absent : 0u);
+    store(&shared.sources[source], is_source_out(c, direction, source) ? source_absent : 0u);
   }
   // While the first chunks are on their way.
   (void)relay_staging(c, direction, epoch + 1, true);

@@ -139,7 +139,7 @@ TY_DEVICE void leave_out_nodes(const Context auto &c, u32 tokens) {
   NodesShared &shared = block_shared<NodesShared>();
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_DISPATCH);
   for (u32 link = warp_index(); link < l.targets; link += block_warps()) {
-    if (!was_masked(c, peer_of_link(c, TY_DIRECTION_DISPATCH, link))) continue;
+    if (!is_link_out(c, TY_DIRECTION_DISPATCH, link)) continue;
     u32 row = nodes_word(c, node_of_link(c, link), 0);
     for (u32 word = lane_index(); word < tokens / 32 + 1; word += warp_size) {
       store(&shared.bitmap[row + word], 0u);
@@ -164,13 +164,9 @@ TY_DEVICE void number_rows(const DispatchArgs auto &a, const Choices &in, u32 li
     store(wire_row + token, goes_to(c, node, token) ? static_cast<i32>(rows_before(c, node, token)) : -1);
 }
 
-// Whether an expert's rank, of another node, was masked as the launch began. Ranks are in the order of nodes.
+// Whether an expert's rank was masked as the launch began. Nodes have equally many ranks.
 TY_DEVICE bool is_owner_masked(const Context auto &c, const ExpertOwner &owner) {
-  if (!tolerates_absence(c) || load(&block_shared<LaunchShared>().masked) == 0) return false;
-  const u64 *owners = pointer<const u64>(c.source_owner);
-  u32 rank = 0;
-  while (rank < c.ranks && (load(owners + rank) & 0xffffu) != owner.node()) ++rank;
-  return rank + owner.rank() < c.ranks && was_masked(c, rank + owner.rank());
+  return owner.node() < c.nodes && was_masked(c, owner.node() * c.node_ranks + owner.rank());
 }
 
 // Writes the headers of the rows to a node. By a whole block.
@@ -213,7 +209,7 @@ TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Ro
   char *message = staging_of(c, TY_DIRECTION_DISPATCH, round.epoch, link);
   WireRound own = wire_round(c, node_of_link(c, link), round, in.tokens);
   if (goes_again(a)) own.shape.headers = 0;
-  if (was_masked(c, rail_of_link(c, link))) {
+  if (is_link_out(c, TY_DIRECTION_DISPATCH, link)) {
     if (begins) number_rows(a, in, link);
     return;
   }
