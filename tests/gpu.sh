@@ -275,6 +275,7 @@ section_nodes() {
   checked rounds "${halves[@]}" --tokens 500 --round-tokens 150 --iters 10 --warmup 2
   figure "decode-nodes-$world" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$world" "${halves[@]}" --tokens 1,16,128 --link cx7
+  figure "decode-nodes-missing-$world" "${halves[@]}" --tokens 128 --link cx7 --missing able
   figure "decode-${world}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7
   figure "stages-nodes-cx7-$world" "${halves[@]}" --tokens 1,128 --iters 40 --link cx7 --stages
 }

@@ -345,7 +345,7 @@ TY_DEVICE void work_combine(const CombineArgs auto &a, const Round &round, u64 f
   const auto &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = inter_node || (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (inter_node && sends && !wait_free(c, whole_block(), c.regions.combine_free, round.epoch, freed)) return;
+  if (inter_node && sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, round.epoch, freed)) return;
   u32 sending = sends && sums ? senders_of(a) : block_warps();
   u32 first = sends && sums ? sending : 0; // that sums
   bool two = sends && sums;
@@ -358,7 +358,7 @@ TY_DEVICE void work_combine(const CombineArgs auto &a, const Round &round, u64 f
 template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combine(const CombineArgs auto &a) {
   const auto &c = a.context;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
-  u64 freed = inter_node ? ask_free(c, c.regions.combine_free) : 0;
+  u64 freed = inter_node ? ask_free(c, TY_DIRECTION_COMBINE) : 0;
   Progress progress = ask_progress(c, TY_DIRECTION_COMBINE);
   u32 handle_state = load(&live_head_of(a)->state);
   Looked ahead{};
@@ -384,8 +384,7 @@ template <typename Row, typename Partial, bool inter_node> TY_DEVICE void combin
   u64 ended = end_launch(c, TY_DIRECTION_COMBINE, a.phases, a.handle.call);
   bool receives = (a.phases & TY_PHASE_RECEIVE) != 0;
   bool last = !tolerates_absence(c) || (receives && sum_without_dropped<Partial, inter_node>(a, round, ended));
-  if (inter_node && ended != 0 && receives && last)
-    publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, ended);
+  if (inter_node && ended != 0 && receives && last) publish_free(c, TY_DIRECTION_COMBINE, ended);
 }
 
 // Named by the dtype of the expert rows, and by that of the partial rows where it differs.

@@ -182,7 +182,8 @@ constexpr u32 signs_per_timeout = 8;
 constexpr u32 most_timeouts = 8;
 // Signs of ranks of other nodes come with their proxies' heartbeats, some 100 ms later: so many deadlines are silence.
 constexpr u32 network_silence = 2;
-constexpr u32 tick_bits = 16; // a tick is 66 us
+constexpr u64 no_sign = ~0ull; // not known
+constexpr u32 tick_bits = 16;  // a tick is 66 us
 
 TY_DEVICE u64 ticks(u64 ns) { return (ns >> tick_bits) & ((1ull << 48) - 1); }
 
@@ -227,8 +228,7 @@ TY_DEVICE bool is_gone(const Context auto &c, u32 rank, bool linked) {
 
 // Looks at a rank that has kept a thread waiting for `waited`. False if nothing comes of it, perhaps from now on: who
 // is masked is the rank of this node that should have passed it on, or the rank itself if this one is linked to it.
-// `sign`: of the signs of life of a rank that is linked to this one, if known.
-constexpr u64 no_sign = ~0ull;
+// `sign`: of the signs of life of a rank that is linked to this one, or no_sign.
 TY_DEVICE bool is_awaited(const Context auto &c, u32 direction, u32 rank, bool linked, u64 epoch, u64 now, u64 waited,
                           u64 sign) {
   show_life(c, now, waited);

@@ -150,26 +150,29 @@ TY_DEVICE bool wait_meta(const Context auto &c, u64 epoch, u32 source, const u64
 
 // ---- reuse of regions that exist once ------------------------------------------------------------------------
 
+TY_DEVICE const ty_region &free_region(const Context auto &c, u32 direction) {
+  return direction == TY_DIRECTION_COMBINE ? c.regions.combine_free : c.regions.dispatch_free;
+}
+
 // The last epoch in which a node peer has read the rows that this rank stored there.
-TY_DEVICE const u64 *free_word(const Context auto &c, const ty_region &region, u32 peer) {
-  return in_arena<const u64>(c, c.local, region, 0, peer);
+TY_DEVICE const u64 *free_word(const Context auto &c, u32 direction, u32 peer) {
+  return in_arena<const u64>(c, c.local, free_region(c, direction), 0, peer);
 }
 
 // The first look of wait_free of a whole block (N8), made ahead of it.
-TY_DEVICE u64 ask_free(const Context auto &c, const ty_region &region) {
-  return c.free_flags != 0 && thread_index() < c.node_ranks ? load_acquire_sys(free_word(c, region, thread_index()))
+TY_DEVICE u64 ask_free(const Context auto &c, u32 direction) {
+  return c.free_flags != 0 && thread_index() < c.node_ranks ? load_acquire_sys(free_word(c, direction, thread_index()))
                                                             : 0;
 }
 
 // Before the first store of `epoch` into node peers' receive buffers: waits until they have read the epoch before.
 // `asked`: ask_free's answer for the thread's first peer, or 0. By a team. False once a deadline passed.
-TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_region &region, u64 epoch, u64 asked = 0) {
+TY_DEVICE bool wait_free(const Context auto &c, const Team &team, u32 direction, u64 epoch, u64 asked = 0) {
   if (c.free_flags == 0 || epoch == c.first_epoch) return true;
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team), asked = 0) {
     if (asked >= epoch - 1) continue;
-    const u64 *word = free_word(c, region, peer);
-    u32 direction = region.offset == c.regions.combine_free.offset ? TY_DIRECTION_COMBINE : TY_DIRECTION_DISPATCH;
+    const u64 *word = free_word(c, direction, peer);
     Wait wait{TY_SITE_FREE, world_rank(c, peer), epoch, 0, direction};
     if (is_left_out(c, peer) || wait_least(c, wait, word, epoch - 1, "free flag")) continue;
     failed |= fails(c, false);
@@ -181,12 +184,13 @@ TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_regio
 
 // Notifies node peers that this rank has read its receive buffer of `epoch`, if the calling block is the last to get
 // here; where ranks may be absent, the caller knows that it is. By thread 0 of a block that reads no more.
-TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_region &region, u64 epoch) {
+TY_DEVICE void publish_free(const Context auto &c, u32 direction, u64 epoch) {
   if (c.free_flags == 0) return;
   if (!tolerates_absence(c) && !is_last_done(c, direction, block_count())) return;
   // N8: acquired by wait_free.
   for (u32 peer = 0; peer < c.node_ranks; ++peer)
-    if (!is_left_out(c, peer)) store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);
+    if (!is_left_out(c, peer))
+      store_release_sys(in_arena<u64>(c, peer, free_region(c, direction), epoch, c.local), epoch);
 }
 
 } // namespace ty

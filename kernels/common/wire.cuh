@@ -328,9 +328,8 @@ TY_DEVICE bool relay_arrived(const Context auto &c, u32 direction, u64 epoch, Ro
   const ty_wire_layout &l = layout_of(c, direction);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
-  for (u32 source = 0; source < l.sources; ++source) {
+  for (u32 source = 0; source < l.sources; ++source)
     store(&shared.sources[source], is_source_out(c, direction, source) ? source_absent : 0u);
-  }
   // While the first chunks are on their way.
   (void)relay_staging(c, direction, epoch + 1, true);
   u64 start = now_ns();

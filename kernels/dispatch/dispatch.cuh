@@ -332,7 +332,7 @@ TY_DEVICE bool begin_messages(const DispatchArgs auto &a, const Round &round, i3
 template <bool inter_node>
 TY_DEVICE bool begin_sending(const Context auto &c, const Team &team, const Round &round, u32 kind) {
   if (!inter_node || kind == pass_announce || kind == pass_pack) return true;
-  if (!wait_free(c, team, c.regions.dispatch_free, round.epoch)) return false;
+  if (!wait_free(c, team, TY_DIRECTION_DISPATCH, round.epoch)) return false;
   return kind != pass_forward || layout_of(c, TY_DIRECTION_DISPATCH).sources != 0;
 }
 
@@ -497,8 +497,7 @@ template <bool inter_node> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   u64 ended = end_launch(c, TY_DIRECTION_DISPATCH, a.phases, a.handle.call);
   bool last = tolerates_absence(c) && !takes_counts(a) && (a.phases & TY_PHASE_RECEIVE) != 0 && drop_sources(a, ended);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
-  if (inter_node && (last || !tolerates_absence(c)))
-    publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
+  if (inter_node && (last || !tolerates_absence(c))) publish_free(c, TY_DIRECTION_DISPATCH, ended);
   // The count of the other parity: used by the epoch before, and by the next.
   if (!inter_node && block_index() == 0) store(&state_of(c)->placed[(ended + 1) & 1], 0u);
   if (!goes_again(a) && block_index() == 0 && is_last(c, round_of(c, ended)))

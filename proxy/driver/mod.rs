@@ -137,6 +137,12 @@ impl<T: Transport> Outputs for Hands<'_, T> {
         self.answer(posted)
     }
 
+    fn life(&self, context: ContextIdx) -> u16 {
+        let bound = self.contexts.get(context.index()).and_then(Option::as_ref);
+        let word = bound.and_then(|Bound { memory, wire }| memory.chunks.get(wire.life_word()));
+        word.map_or(0, |word| word.load(Ordering::Relaxed) as u16)
+    }
+
     fn flag(&mut self, flag: Flag) {
         let (Flag::Arrived { context, .. } | Flag::StagingFree { context, .. } | Flag::Life { context, .. }) = flag;
         let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
@@ -415,10 +421,6 @@ impl<T: Transport + 'static> Driver<T> {
     fn tick(&mut self) {
         self.now_ns = (self.clock)();
         self.look_in = POLLS_PER_LOOK;
-        for (index, Bound { memory, wire }) in (0u8..).zip(&self.contexts).filter_map(|(i, c)| Some((i, c.as_ref()?))) {
-            let count = memory.chunks.get(wire.life_word()).map_or(0, |word| word.load(Ordering::Relaxed));
-            self.machine.set_life(ContextIdx(index), count as u16);
-        }
     }
 
     /// Steps the machine, and rings the doorbells of what it has posted since the last poll.

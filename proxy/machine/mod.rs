@@ -105,6 +105,10 @@ pub trait Outputs {
     fn post(&mut self, write: &WriteImm) -> Answer;
     /// Sends a control message.
     fn send(&mut self, peer: Rank, message: &[u8]) -> Answer;
+    /// How many signs of life this rank's device has given in a context, modulo 2^16: heartbeats carry it.
+    fn life(&self, _context: ContextIdx) -> u16 {
+        0
+    }
     /// Writes a flag, with Release: the device acts on it at once.
     fn flag(&mut self, flag: Flag);
     /// Reports a fault.
@@ -542,11 +546,6 @@ impl Machine {
     /// Forgets peers that no open context names any more; they get heartbeats until then.
     pub fn forget_parted(&mut self) {
         self.peers.forget_parted();
-    }
-
-    /// Takes how many signs of life this rank's device has given in a context, modulo 2^16: heartbeats carry them.
-    pub fn set_life(&mut self, index: ContextIdx, count: u16) {
-        self.peers.set_life(index.index(), count);
     }
 
     /// Notifies all peers that this rank leaves, with the next inputs of time; see `has_left`.

@@ -25,6 +25,7 @@
 use super::control::{Control, Life, Sequence};
 use super::{Answer, Liveness, Outputs};
 use crate::base::Rank;
+use crate::proxy::wire::ContextIdx;
 use std::collections::VecDeque;
 
 /// Most heartbeats sent in one pass: bounds the pass's cost beside data.
@@ -80,8 +81,6 @@ pub(super) struct Peers {
     leaving: bool,
     /// This rank's own sequence: whether it is busy, and how often it was.
     sequence: Sequence,
-    /// Of this rank's devices.
-    life: Life,
 }
 
 impl Peers {
@@ -106,14 +105,6 @@ impl Peers {
             due: VecDeque::with_capacity(world),
             leaving: false,
             sequence: Sequence::default(),
-            life: Life::default(),
-        }
-    }
-
-    /// Takes the count of signs of life of this rank's device in a context, for the next heartbeats.
-    pub fn set_life(&mut self, context: usize, count: u16) {
-        if let Some(own) = self.life.get_mut(context) {
-            *own = count;
         }
     }
 
@@ -296,7 +287,8 @@ impl Peers {
             let state = self.state(rank);
             let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
             let wanted = matches!(state, State::Expected | State::Alive | State::Parted);
-            if wanted && out.send(rank, &control.encode(self.own, self.sequence, self.life)) == Answer::Full {
+            let life = std::array::from_fn(|context| out.life(ContextIdx(context as u8)));
+            if wanted && out.send(rank, &control.encode(self.own, self.sequence, life)) == Answer::Full {
                 self.due.push_back(rank);
                 continue;
             }

@@ -196,6 +196,26 @@ impl Member {
         self.rows.write(0, &rows).unwrap();
     }
 
+    /// Takes part in a call until then.
+    fn play_until(&self, stop: Stop, call: Call) {
+        let (ep, stream) = (&self.rig.ep, &self.rig.stream);
+        match stop {
+            Stop::BeforeDispatch => {}
+            Stop::AfterDispatchSend => drop(ep.dispatch_send(stream, &self.tokens()).unwrap()),
+            Stop::AfterDispatch => drop(self.dispatch(call).unwrap()),
+            Stop::AfterCombineSend => {
+                let handle = self.dispatch(call).unwrap();
+                self.compute(call);
+                drop(ep.combine_send(stream, &handle, &self.rows()).unwrap());
+            }
+            Stop::BeforeBarrier => {
+                let handle = self.dispatch(call).unwrap();
+                self.combine(call, &handle).unwrap();
+            }
+        }
+        stream.synchronize(PATIENCE).unwrap();
+    }
+
     fn round(&self, call: Call) -> Result<()> {
         self.put(call);
         let handle = self.dispatch(call)?;
@@ -514,21 +534,7 @@ fn silence(stop: Stop, first: usize) {
         let call = Call::number(first);
         member.put(call);
         if member.rig.rank == VICTIM {
-            match stop {
-                BeforeDispatch => {}
-                AfterDispatchSend => drop(ep.dispatch_send(stream, &member.tokens()).unwrap()),
-                AfterDispatch => drop(member.dispatch(call).unwrap()),
-                AfterCombineSend => {
-                    let handle = member.dispatch(call).unwrap();
-                    member.compute(call);
-                    drop(ep.combine_send(stream, &handle, &member.rows()).unwrap());
-                }
-                BeforeBarrier => {
-                    let handle = member.dispatch(call).unwrap();
-                    member.combine(call, &handle).unwrap();
-                }
-            }
-            stream.synchronize(PATIENCE).unwrap();
+            member.play_until(stop, call);
             // Alive in every other respect.
             while left.load(Ordering::Acquire) != 0 {
                 std::thread::sleep(Duration::from_millis(5));

@@ -132,9 +132,12 @@ fn with_missing(case: Case, usable: bool) -> Case {
         return case;
     }
     // Uneven nodes become one.
-    let alone =
-        Case { nodes: Vec::new(), link: Link::None, nics: None, chunk_rows: None, double_buffer: true, ..case.clone() };
-    let case = if case.uneven_nodes() { Case { network: NetworkWord::Hostile, ..alone } } else { case };
+    let case = if case.uneven_nodes() {
+        let case = Case { nodes: Vec::new(), link: Link::None, nics: None, chunk_rows: None, ..case };
+        Case { double_buffer: true, network: NetworkWord::Hostile, ..case }
+    } else {
+        case
+    };
     let late = case.several_nodes() && case.weights == WeightsWord::Combine;
     let weights = if late { WeightsWord::Dispatch } else { case.weights };
     let case = Case { weights, ..case };

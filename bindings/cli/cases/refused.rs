@@ -114,22 +114,11 @@ impl Case {
     /// Whether nothing goes from `source` to `owner`, by the masks of the rank `by`, which is one of them.
     fn is_cut(&self, by: usize, source: usize, owner: usize) -> bool {
         let masked = self.masked_by(by);
-        let ((from, local), (to, _)) = (self.place_of(source), self.place_of(owner));
-        let sizes = self.node_sizes();
-        let rail = sizes[..to].iter().sum::<usize>() + local % sizes[to];
-        masked[source] || masked[owner] || (from != to && masked[rail])
-    }
-
-    /// A rank's node, and its place there.
-    fn place_of(&self, rank: usize) -> (usize, usize) {
-        let (mut node, mut local) = (0, rank);
-        for ranks in self.node_sizes() {
-            if local < ranks {
-                break;
-            }
-            (node, local) = (node + 1, local - ranks);
-        }
-        (node, local)
+        // Where ranks are missing, nodes have equally many.
+        let ranks = self.world / self.node_sizes().len();
+        let (from, to) = (source / ranks, owner / ranks);
+        let rail = to * ranks + source % ranks;
+        masked[source] || masked[owner] || (from != to && masked.get(rail).is_some_and(|masked| *masked))
     }
 
     /// Why this case cannot have such a payload, if there is a reason.

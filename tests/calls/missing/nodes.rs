@@ -3,21 +3,14 @@
 use super::*;
 use crate::rig::nodes::{on_nodes, proxy};
 
-/// The node of a rank, and its place there.
+/// The node of a rank, and its place there: nodes have equally many ranks.
 fn place(nodes: &[usize], rank: usize) -> (usize, usize) {
-    let mut local = rank;
-    for (node, ranks) in nodes.iter().enumerate() {
-        if local < *ranks {
-            return (node, local);
-        }
-        local -= ranks;
-    }
-    panic!("rank {rank} is in no node of {nodes:?}");
+    (rank / nodes[0], rank % nodes[0])
 }
 
 /// The rail of a rank on a node.
 fn rail(nodes: &[usize], rank: usize, node: usize) -> usize {
-    nodes[..node].iter().sum::<usize>() + place(nodes, rank).1 % nodes[node]
+    node * nodes[0] + place(nodes, rank).1
 }
 
 /// Whether rows go from `from` to `to`, where some ranks are missing.
@@ -94,7 +87,6 @@ fn calls_go_on_without_a_rank_that_falls_silent_on_any_node() {
 }
 
 fn silence(nodes: &[usize], victim: usize, stop: Stop, salt: usize, dies: bool) {
-    use Stop::*;
     let deadline = Duration::from_millis(800);
     let left = AtomicUsize::new(nodes.iter().sum::<usize>() - 1);
     on_nodes(nodes, |world, network| {
@@ -107,21 +99,7 @@ fn silence(nodes: &[usize], victim: usize, stop: Stop, salt: usize, dies: bool) 
         let call = Call::number(salt);
         member.put(call);
         if rank == victim {
-            match stop {
-                BeforeDispatch => {}
-                AfterDispatchSend => drop(ep.dispatch_send(stream, &member.tokens()).unwrap()),
-                AfterDispatch => drop(member.dispatch(call).unwrap()),
-                AfterCombineSend => {
-                    let handle = member.dispatch(call).unwrap();
-                    member.compute(call);
-                    drop(ep.combine_send(stream, &handle, &member.rows()).unwrap());
-                }
-                BeforeBarrier => {
-                    let handle = member.dispatch(call).unwrap();
-                    member.combine(call, &handle).unwrap();
-                }
-            }
-            stream.synchronize(PATIENCE).unwrap();
+            member.play_until(stop, call);
             if dies {
                 drop((member, proxy));
             }

@@ -35,6 +35,7 @@ struct Hands {
     sends: Vec<(Rank, Vec<u8>)>,
     flags: Vec<Flag>,
     reports: Vec<Report>,
+    life: u16,
 }
 
 impl Outputs for Hands {
@@ -56,6 +57,10 @@ impl Outputs for Hands {
         }
         self.sends.push((peer, message.to_vec()));
         Answer::Accepted
+    }
+
+    fn life(&self, context: ContextIdx) -> u16 {
+        if context == C { self.life } else { 0 }
     }
 
     fn flag(&mut self, flag: Flag) {
@@ -712,7 +717,7 @@ fn own_code_costs_little() {
 #[test]
 fn signs_of_life_of_devices_cross_with_heartbeats_and_those_of_lost_peers_do_not() {
     let mut b = Bench::new(3, 1);
-    b.machine.set_life(C, 0x1234);
+    b.hands.life = 0x1234;
     b.time(0.2);
     assert!(!b.hands.sends.is_empty());
     for (_, message) in &b.hands.sends {
