@@ -19,9 +19,9 @@ use std::time::Instant;
 const BINDINGS: [(&str, &str); 2] =
     [("kernels/ffi/layout.h", "kernels/ffi/layout.rs"), ("kernels/ffi/executor.h", "kernels/ffi/executor.rs")];
 const KERNELS: &str = "kernels/kernels.cu";
-/// SASS for Hopper and Blackwell, PTX for what comes later.
-const GPU_CODE: [&str; 3] =
-    ["arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "arch=compute_90,code=compute_90"];
+/// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no instruction
+/// of one architecture alone (sm_90a), so that one pass of the front end serves Hopper's SASS and the PTX.
+const GPU_CODE: [&str; 2] = ["arch=compute_90,code=[sm_90,compute_90]", "arch=compute_100,code=sm_100"];
 /// The oldest nvcc that supports all of GPU_CODE.
 const OLDEST_NVCC: (u32, u32) = (12, 8);
 

@@ -98,13 +98,14 @@ def lines_of(name, row, alternations):
 
 def read_ptxas(path):
     """{(kernel, architecture): (registers, stack, spilled stores, spilled loads)} from a ptxas.txt of build.rs. Older builds
-    name their specialised kernels ty_*_plain*."""
+    name their specialised kernels ty_*_plain*, and have the same code for sm_90a as later ones for sm_90."""
     found = {}
     with open(path, encoding="utf-8") as file:
         for line in file:
             words = line.split()
             if len(words) == 6 and words[2].isdigit():
-                found[(words[0].replace("_plain", "_specialised"), words[1])] = tuple(int(word) for word in words[2:])
+                kernel, arch = words[0].replace("_plain", "_specialised"), words[1].removesuffix("a")
+                found[(kernel, arch)] = tuple(int(word) for word in words[2:])
     return found
 
 

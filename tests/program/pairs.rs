@@ -157,10 +157,10 @@ fn kernels_are_compared_by_name_and_may_not_take_more() {
         good && alike.ends_with("2 of 2 kernels of both builds are alike; the most registers: 128 -> 128\n"),
         "{alike}"
     );
-    let (fewer, good) = compare(send, &format!("send sm_90a 120 0 0 0\n{combine}")).unwrap();
+    let (fewer, good) = compare(send, &format!("send sm_90 120 0 0 0\n{combine}")).unwrap();
     let rest = "0 bytes of stack, 0 + 0 spilled";
-    let change = format!("send sm_90a: 128 registers, {rest} -> 120 registers, {rest}\n");
-    assert!(good && fewer.contains(&change) && fewer.contains("combine sm_90a: in B alone, 96 registers"), "{fewer}");
+    let change = format!("send sm_90: 128 registers, {rest} -> 120 registers, {rest}\n");
+    assert!(good && fewer.contains(&change) && fewer.contains("combine sm_90: in B alone, 96 registers"), "{fewer}");
     for worse in ["send sm_90a 130 0 0 0\n", "send sm_90a 128 8 4 0\n", "send sm_90a 128 8 0 4\n"] {
         let (table, good) = compare(&format!("{send}{combine}"), &format!("{worse}{combine}")).unwrap();
         assert!(!good && table.contains("spilled WORSE\n") && table.contains("1 of 2 kernels"), "{table}");
