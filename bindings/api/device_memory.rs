@@ -254,6 +254,7 @@ pub fn device_context(
     let local = shape.nodes.local_of(shape.name).unwrap_or(0);
     let node_ranks = shape.nodes.members().get(node).map_or(0, Vec::len);
     let node_first = shape.rank - local;
+    let life_word = plan.wire.as_ref().map_or(0, |(wire, _)| wire.life_word() as u32);
     let mut peer_base = [0u64; raw::TY_MAX_NODE_RANKS as usize];
     for (peer, base) in peer_base.iter_mut().enumerate().take(node_ranks) {
         *base = peers.base_of(Rank((node_first + peer) as u32));
@@ -302,7 +303,7 @@ pub fn device_context(
         tile_tags: tables.tiles.view().ptr(),
         refused: reports.refused_address(),
         wire: device_wire(plan, shape.name, tables, proxied),
-        life_word: plan.wire.as_ref().map_or(0, |(wire, _)| wire.life_word() as u32),
+        absences: raw::ty_absences { life_word, ..Default::default() },
         peer_base,
         ..raw::ty_context::default()
     };

@@ -64,13 +64,14 @@ impl Absences {
 
     /// What launches are given.
     pub fn give(&self, context: raw::ty_context) -> raw::ty_context {
-        raw::ty_context {
-            absences: self.words.view().ptr(),
+        let absences = raw::ty_absences {
+            ranks: self.words.view().ptr(),
             mask: self.mask.view().ptr(),
             silences: self.silences.view().ptr(),
             masks_silent: u32::from(self.masks_silent),
-            ..context
-        }
+            ..context.absences
+        };
+        raw::ty_context { absences, ..context }
     }
 
     /// int32 `[ranks]`.

@@ -20,7 +20,7 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
         return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
     }
     let shared = (raw::TY_DISPATCH_SHARED_BYTES, raw::TY_DISPATCH_NODES_SHARED_BYTES);
-    if args.context.absences != 0 {
+    if args.context.absences.ranks != 0 {
         let counts = args.first_counts != 0 && args.phases == raw::TY_PHASE_SEND;
         let kernel = match counts {
             true => ("ty_dispatch_absence_counts", "ty_dispatch_absence_counts_nodes"),
@@ -103,7 +103,7 @@ fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
-    if args.context.absences != 0 {
+    if args.context.absences.ranks != 0 {
         let kernel = match dtype {
             Dtype::Fp16 => ("ty_combine_absence_fp16", "ty_combine_absence_fp16_nodes"),
             Dtype::Fp32 => ("ty_combine_absence_fp32", "ty_combine_absence_fp32_nodes"),
@@ -157,7 +157,7 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
 
 /// A barrier's kernel.
 pub(super) fn barrier(args: &raw::ty_barrier_args) -> &'static str {
-    if args.context.absences == 0 {
+    if args.context.absences.ranks == 0 {
         return "ty_barrier";
     }
     of_world(&args.context, ("ty_barrier_absence", "ty_barrier_absence_nodes"))

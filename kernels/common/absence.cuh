@@ -6,7 +6,9 @@
 
 namespace ty {
 
-TY_DEVICE ty_absence *absence_of(const Context auto &c, u32 rank) { return pointer<ty_absence>(c.absences) + rank; }
+TY_DEVICE ty_absence *absence_of(const Context auto &c, u32 rank) {
+  return pointer<ty_absence>(c.absences.ranks) + rank;
+}
 
 TY_DEVICE bool is_closed(const Context auto &c) { return load_relaxed_gpu(&state_of(c)->closed) != 0; }
 
@@ -42,7 +44,7 @@ TY_DEVICE bool has_masked(const Context auto &c, u32 local, u32 rank) {
 // Masks a rank for good, whatever the caller's tensor holds afterwards.
 TY_DEVICE void mask_rank(const Context auto &c, u32 rank) {
   store_relaxed_gpu(&absence_of(c, rank)->masked, 1u);
-  store_relaxed_gpu(pointer<u32>(c.mask) + rank, 1u);
+  store_relaxed_gpu(pointer<u32>(c.absences.mask) + rank, 1u);
   tell_masked(c, rank);
 }
 
@@ -51,7 +53,7 @@ TY_DEVICE void mask_rank(const Context auto &c, u32 rank) {
 TY_DEVICE bool is_masked(const Context auto &c, u32 rank) {
   if (!tolerates_absence(c) || rank == c.rank) return false;
   u32 masked = load_relaxed_gpu(&absence_of(c, rank)->masked);
-  u32 by_caller = load_relaxed_gpu(pointer<const u32>(c.mask) + rank);
+  u32 by_caller = load_relaxed_gpu(pointer<const u32>(c.absences.mask) + rank);
   bool by_itself = is_node_peer(c, rank) && has_masked(c, carrier_of(c, rank), c.rank);
   bool now = masked == 0 && (by_caller != 0 || by_itself);
   if (now) mask_rank(c, rank);
@@ -203,7 +205,7 @@ TY_DEVICE void show_life(const Context auto &c, u64 now, u64 waited) {
   for (u32 rank = 0; rank < c.node_ranks; ++rank)
     if (!is_masked(c, world_rank(c, rank))) store_relaxed_sys(signs_of(c, rank, c.local), count);
   // The proxies pass it on to the ranks of other nodes that are linked to this one.
-  if (spans_nodes(c)) store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + c.life_word, count);
+  if (spans_nodes(c)) store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + c.absences.life_word, count);
 }
 
 // How long ago a rank gave its last sign of life, of which `count` is the number as seen now.
@@ -217,7 +219,7 @@ TY_DEVICE u64 silent_for(const Context auto &c, u32 rank, u64 count, u64 now) {
 
 // Masks a rank that did not come, and notes that for the host.
 TY_DEVICE void mask_silent(const Context auto &c, u32 direction, u32 rank, u64 epoch) {
-  store_relaxed_sys(pointer<u64>(c.silences) + rank, epoch << 2 | (direction + 1));
+  store_relaxed_sys(pointer<u64>(c.absences.silences) + rank, epoch << 2 | (direction + 1));
   mask_rank(c, rank);
 }
 
@@ -241,7 +243,7 @@ TY_DEVICE bool is_awaited(const Context auto &c, u32 direction, u32 rank, bool l
   // The relay looks at the signs of other nodes' ranks, and waits for all of them: other threads see whom it masks.
   u64 silent = sign == no_sign ? 0 : silent_for(c, culprit, sign, now) / silence;
   bool overdue = waited / silence > c.timeout_ns && silent > c.timeout_ns;
-  if ((!overdue && waited / most_timeouts <= c.timeout_ns) || !c.masks_silent) return true;
+  if ((!overdue && waited / most_timeouts <= c.timeout_ns) || !c.absences.masks_silent) return true;
   mask_silent(c, direction, culprit, epoch);
   return false;
 }

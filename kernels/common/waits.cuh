@@ -54,7 +54,7 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &
   u64 waited = now - start;
   if (tolerates_absence(c) && wait.peer != c.rank) {
     if (!is_awaited(c, direction_of(wait), wait.peer, linked, wait.epoch, now, waited, sign)) return false;
-    if (c.masks_silent) return true;
+    if (c.absences.masks_silent) return true;
   }
   // What this rank is to do itself may be behind its wait for another one.
   u64 timeouts = tolerates_absence(c) && wait.peer == c.rank ? most_timeouts + 1 : 1;

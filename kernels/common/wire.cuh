@@ -217,7 +217,7 @@ TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 poll, u64 
     u64 sign = load_relaxed_sys(polled_word(c.wire.host_lost, 1 + name));
     if (lost == 0 || peer != own) {
       if (sign != ~0ull || is_masked(c, wait.peer)) return may_wait(c, wait, poll, start, expected, seen, sign);
-      if (c.masks_silent) return mask_silent(c, direction_of(wait), wait.peer, wait.epoch), false;
+      if (c.absences.masks_silent) return mask_silent(c, direction_of(wait), wait.peer, wait.epoch), false;
       peer = name;
     }
   }

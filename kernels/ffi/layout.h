@@ -188,7 +188,6 @@ typedef struct ty_regions {
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
   ty_region combine_free;  // [local rank] uint64: the last combine likewise
-  ty_region signs;         // [local rank] uint64 [1 + ranks]: that rank's signs of life; which ranks it has masked
 
   // In one node, with in-place output: peers store rows directly into the output in the arena.
   ty_region in_place_rows;    // rows of the output, row_bytes apart; source_stride 0: there is none
@@ -196,6 +195,9 @@ typedef struct ty_regions {
   ty_region all_counts;       // [parity][source][local rank][max_local_experts + 1] metadata words: as the first of
                               // meta_counts, of every rank
   ty_region in_place_choices; // [token][top_k] metadata words: as meta_choices, of own tokens for all ranks; local
+
+  // Where calls go on without missing ranks. The last region, beside ty_context.absences.
+  ty_region signs; // [local rank] uint64 [1 + ranks]: that rank's signs of life; which ranks it has masked
 } ty_regions;
 
 // The first bytes of a message between nodes.
@@ -316,6 +318,18 @@ typedef struct ty_source_owner {
   uint32_t part;  // of the owner's partials
 } ty_source_owner;
 
+// Of contexts whose calls go on without missing ranks. With ty_regions.signs before it 64 bytes, which other calls do
+// not read: what lies behind is placed in lines of 64 bytes as if there were none.
+typedef struct ty_absences {
+  uint64_t ranks;    // ty_absence *, [ranks]; 0: calls do not go on without missing ranks
+  uint64_t mask;     // uint32 [ranks], also written by the caller; not 0: the rank is masked
+  uint64_t silences; // uint64 [ranks], host memory: epoch << 2 | 1 + direction in which a deadline masked a rank; 0:
+                     // none
+  uint32_t masks_silent; // 1: a deadline masks the rank that is waited for, instead of closing the context
+  uint32_t life_word;    // of this rank's signs of life among chunk_counts, between nodes
+  uint64_t reserved;
+} ty_absences;
+
 // What is fixed when a context is built. Pointers are device addresses.
 typedef struct ty_context {
   uint32_t rank;  // in the world
@@ -378,13 +392,8 @@ typedef struct ty_context {
   uint64_t tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1]: see tile_rows()
   uint64_t tile_tags; // uint64 [1 + served][node_ranks][max_tiles]: epoch of those
   uint64_t refused;   // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
-  uint64_t absences;  // ty_absence *, [ranks]; 0: calls do not go on without missing ranks
-  uint64_t mask;      // uint32 [ranks], also written by the caller; not 0: the rank is masked
-  uint64_t
-      silences; // uint64 [ranks], host memory: epoch << 2 | 1 + direction in which a deadline masked a rank; 0: none
-  uint32_t masks_silent; // 1: a deadline masks the rank that is waited for, instead of closing the context
-  uint32_t life_word;    // of this rank's signs of life among chunk_counts, between nodes
   ty_regions regions;
+  ty_absences absences;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas in this device's addresses; own at [local]
 } ty_context;
