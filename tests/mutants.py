@@ -62,7 +62,7 @@ ERROR = "kernels/base/error.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building. Warnings are no errors,
 # since a mutant may leave something unused.
-QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
+QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0", "CARGO_INCREMENTAL": "1",
                       "TOKENYARD_MACHINE_SEEDS": "400", "TOKENYARD_STRICT": "0"}
 # Metadata in several tiles, one of which has a faulty choice.
 TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
