@@ -19,8 +19,8 @@ use std::time::Instant;
 const BINDINGS: [(&str, &str); 2] =
     [("kernels/ffi/layout.h", "kernels/ffi/layout.rs"), ("kernels/ffi/executor.h", "kernels/ffi/executor.rs")];
 const KERNELS: &str = "kernels/kernels.cu";
-/// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no instruction
-/// of one architecture alone (sm_90a), so that one pass of the front end serves Hopper's SASS and the PTX.
+/// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no
+/// instruction of one architecture alone (sm_90a), so that one pass of the front end serves Hopper's SASS and the PTX.
 const GPU_CODE: [&str; 2] = ["arch=compute_90,code=[sm_90,compute_90]", "arch=compute_100,code=sm_100"];
 /// The oldest nvcc that supports all of GPU_CODE.
 const OLDEST_NVCC: (u32, u32) = (12, 8);
@@ -264,8 +264,12 @@ fn find_nvcc() -> Option<(PathBuf, String)> {
 fn candidates() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
     folders.extend(set("CUDA_HOME").map(|cuda| Path::new(&cuda).join("bin")));
-    folders.extend(env::var_os("PATH").iter().flat_map(env::split_paths));
-    let environments = set("VIRTUAL_ENV").map(PathBuf::from).into_iter().chain([PathBuf::from(".venv")]);
+    let path: Vec<PathBuf> = env::var_os("PATH").iter().flat_map(env::split_paths).collect();
+    folders.extend(path.iter().cloned());
+    // Of Python: one that is active, those of PATH, in which pip puts what a build requires, and the repository's.
+    let active = set("VIRTUAL_ENV").map(PathBuf::from);
+    let of_path = path.iter().filter(|folder| folder.ends_with("bin")).filter_map(|folder| folder.parent());
+    let environments = active.into_iter().chain(of_path.map(Path::to_path_buf)).chain([PathBuf::from(".venv")]);
     folders.extend(environments.flat_map(|environment| wheel_folders(&environment)));
     folders.into_iter().map(|folder| folder.join("nvcc")).filter(|path| path.is_file()).collect()
 }

@@ -315,6 +315,9 @@ mod refusals {}
 /// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
 #[doc(hidden)]
 pub mod internals {
+    /// The commit that this was built of, or "unknown".
+    pub const COMMIT: &str = env!("TOKENYARD_COMMIT");
+
     /// Contexts from inside.
     pub mod api {
         pub use crate::bindings::api::*;

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all=(format lint build driver doubles unit model coverage verify sanitize mutants)
+all=(format lint build driver doubles python unit model coverage verify sanitize mutants)
 steps=("$@")
 lacking=()
 started=$SECONDS
@@ -108,6 +108,7 @@ lint() {
   cargo clippy --no-default-features --features cli --lib --bins -- -D warnings
   # The library alone.
   cargo clippy --no-default-features --lib -- -D warnings
+  cargo clippy -p tokenyard-python -- -D warnings
   local tree
   tree=$(cargo tree -e normal --no-default-features --prefix none)
   if grep -E '^(clap|serde|env_logger)' <<<"$tree"; then
@@ -193,6 +194,21 @@ doubles() {
   "$folder/ibverbs_rules" "${libraries[@]}"
 }
 
+# The Python package: a wheel, its types, and its tests. The environment is another one, as torch brings its own CUDA.
+python() {
+  say "the Python package"
+  [ -x .venv-python/bin/pip ] || python3 -m venv .venv-python
+  .venv-python/bin/pip install -q --disable-pip-version-check 'maturin>=1.9,<2' mypy numpy pytest
+  want "torch from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check torch
+  rm -rf target/wheels
+  TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
+  ls -l target/wheels
+  .venv-python/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
+  .venv-python/bin/mypy
+  .venv-python/bin/python -m mypy.stubtest tokenyard._native
+  .venv-python/bin/python -m pytest -q tests/python
+}
+
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
 verify() {
   say "verify"
@@ -251,7 +267,7 @@ coverage() {
 
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
-if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles coverage verify sanitize mutants); fi
+if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
 if wanted lint && wanted build; then build_ahead; fi
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi

@@ -514,7 +514,7 @@ class Worker:
         if self.tree.exists():
             shutil.rmtree(self.tree)
         # With new times: a build of an earlier run may be of a mutant that was written later than these files.
-        shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv", ".gpu"))
+        shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv*", ".gpu"))
 
     def run(self, command, limit):
         return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, errors="replace", timeout=limit)

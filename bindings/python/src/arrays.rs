@@ -1,0 +1,301 @@
+//! Arrays of Python: tensors of torch, and what has `__array_interface__` (numpy) or `__cuda_array_interface__` (cupy).
+//!
+//! Nothing here imports torch: its types are asked of the module that is loaded once a tensor comes.
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString, PyTuple};
+use tokenyard::{Device, Dtype, View};
+
+/// Type of an array's elements, as far as calls tell types apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Element {
+    Bf16,
+    Fp16,
+    Fp32,
+    Fp8E4m3,
+    I32,
+    I64,
+    /// Bytes that may stand for anything of their size: uint8 for fp8 rows, uint16 for bf16.
+    U8,
+    U16,
+    U32,
+    Bool,
+}
+
+impl Element {
+    pub fn bytes(self) -> usize {
+        match self {
+            Element::Fp8E4m3 | Element::U8 | Element::Bool => 1,
+            Element::Bf16 | Element::Fp16 | Element::U16 => 2,
+            Element::Fp32 | Element::I32 | Element::U32 => 4,
+            Element::I64 => 8,
+        }
+    }
+
+    /// Whether rows of this dtype may lie in such an array: numpy has no bf16 and no fp8.
+    pub fn holds(self, dtype: Dtype) -> bool {
+        match dtype {
+            Dtype::Bf16 => matches!(self, Element::Bf16 | Element::U16),
+            Dtype::Fp16 => self == Element::Fp16,
+            Dtype::Fp32 => self == Element::Fp32,
+            Dtype::Fp8E4m3 => matches!(self, Element::Fp8E4m3 | Element::U8),
+            _ => false,
+        }
+    }
+}
+
+/// What torch calls them.
+const TORCH_TYPES: [(&str, Element); 10] = [
+    ("bfloat16", Element::Bf16),
+    ("float16", Element::Fp16),
+    ("float32", Element::Fp32),
+    ("float8_e4m3fn", Element::Fp8E4m3),
+    ("int32", Element::I32),
+    ("int64", Element::I64),
+    ("uint8", Element::U8),
+    ("uint16", Element::U16),
+    ("uint32", Element::U32),
+    ("bool", Element::Bool),
+];
+
+/// What array interfaces call them.
+const TYPE_STRINGS: [(&str, Element); 9] = [
+    ("<f2", Element::Fp16),
+    ("<f4", Element::Fp32),
+    ("<i4", Element::I32),
+    ("<i8", Element::I64),
+    ("|u1", Element::U8),
+    ("<u2", Element::U16),
+    ("<u4", Element::U32),
+    ("|b1", Element::Bool),
+    ("|i1", Element::U8),
+];
+
+/// Where an array lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Cpu,
+    Cuda(usize),
+}
+
+/// An array: its memory, shape and strides. Keeps the Python object, and so the memory, alive.
+pub(super) struct Array {
+    name: &'static str,
+    pub owner: Py<PyAny>,
+    pointer: u64,
+    shape: Vec<usize>,
+    /// In bytes.
+    strides: Vec<usize>,
+    pub element: Element,
+    place: Place,
+}
+
+impl Array {
+    /// The array that an argument is.
+    pub fn of(name: &'static str, value: &Bound<'_, PyAny>, writes: bool) -> PyResult<Array> {
+        let py = value.py();
+        if value.hasattr(intern!(py, "data_ptr"))? {
+            return Array::of_torch(name, value);
+        }
+        if let Ok(interface) = value.getattr(intern!(py, "__cuda_array_interface__")) {
+            let ordinal = value.getattr("device").and_then(|device| device.getattr("id")?.extract()).unwrap_or(0);
+            return Array::of_interface(name, value, &interface, Place::Cuda(ordinal), writes);
+        }
+        if let Ok(interface) = value.getattr(intern!(py, "__array_interface__")) {
+            return Array::of_interface(name, value, &interface, Place::Cpu, writes);
+        }
+        Err(PyTypeError::new_err(format!(
+            "{name} is a {}: give a torch tensor, or an array with __array_interface__ or __cuda_array_interface__",
+            value.get_type().name()?
+        )))
+    }
+
+    fn of_torch(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Array> {
+        let py = tensor.py();
+        let element = torch_element(name, &tensor.getattr(intern!(py, "dtype"))?)?;
+        let device = tensor.getattr(intern!(py, "device"))?;
+        let kind = device.getattr(intern!(py, "type"))?;
+        let place = match kind.cast::<PyString>()?.to_cow()?.as_ref() {
+            "cpu" => Place::Cpu,
+            "cuda" => Place::Cuda(device.getattr(intern!(py, "index"))?.extract::<Option<usize>>()?.unwrap_or(0)),
+            other => return Err(PyValueError::new_err(format!("{name} is on {other}: give a tensor on cpu or cuda"))),
+        };
+        if tensor.getattr(intern!(py, "is_sparse"))?.is_truthy()? {
+            return Err(PyTypeError::new_err(format!("{name} is sparse: give a dense tensor")));
+        }
+        let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        strides.iter_mut().for_each(|stride| *stride *= element.bytes());
+        Ok(Array { name, owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
+    }
+
+    fn of_interface(
+        name: &'static str,
+        value: &Bound<'_, PyAny>,
+        interface: &Bound<'_, PyAny>,
+        place: Place,
+        writes: bool,
+    ) -> PyResult<Array> {
+        let interface = interface.cast::<PyDict>()?;
+        let field = |key: &str| -> PyResult<Bound<'_, PyAny>> {
+            let found = interface.get_item(key)?;
+            found.ok_or_else(|| PyTypeError::new_err(format!("{name}: its array interface has no {key}")))
+        };
+        let text: String = field("typestr")?.extract()?;
+        let element = TYPE_STRINGS.iter().find(|(known, _)| *known == text).map(|(_, element)| *element);
+        let element = element.ok_or_else(|| {
+            PyTypeError::new_err(format!("{name} has elements of type {text}: give float, int32, int64 or bytes"))
+        })?;
+        let (pointer, read_only): (u64, bool) = field("data")?.extract()?;
+        if writes && read_only {
+            return Err(PyValueError::new_err(format!("{name} is read-only: give an array that can be written")));
+        }
+        let shape: Vec<usize> = field("shape")?.extract()?;
+        let strides = interface.get_item("strides")?.filter(|strides| !strides.is_none());
+        let strides = match strides {
+            Some(strides) => {
+                let signed: Vec<isize> = strides.cast::<PyTuple>()?.extract()?;
+                let forward = signed.iter().map(|stride| usize::try_from(*stride)).collect::<Result<_, _>>();
+                forward.map_err(|_| PyValueError::new_err(format!("{name} runs backwards: give a copy of it")))?
+            }
+            None => packed(&shape, element.bytes()),
+        };
+        Ok(Array { name, owner: value.clone().unbind(), pointer, shape, strides, element, place })
+    }
+
+    /// Elements of the first dimension.
+    pub fn len(&self) -> usize {
+        self.shape.first().copied().unwrap_or(0)
+    }
+
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Refuses another number of dimensions.
+    pub fn must_have(&self, dimensions: usize) -> PyResult<()> {
+        if self.shape.len() == dimensions {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!(
+            "{} has the shape {:?}: give an array of {dimensions} dimensions",
+            self.name, self.shape
+        )))
+    }
+
+    /// Refuses another shape.
+    pub fn must_be_shaped(&self, shape: &[usize]) -> PyResult<()> {
+        if self.shape == shape {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!("{} has the shape {:?}: give {shape:?}", self.name, self.shape)))
+    }
+
+    /// Refuses elements of another type.
+    pub fn must_hold(&self, elements: &[Element]) -> PyResult<()> {
+        if elements.contains(&self.element) {
+            return Ok(());
+        }
+        Err(PyTypeError::new_err(format!("{} has elements {:?}: give {elements:?}", self.name, self.element)))
+    }
+
+    /// Refuses rows that cannot be of the dtype.
+    pub fn must_be_rows_of(&self, dtype: Dtype) -> PyResult<()> {
+        if self.element.holds(dtype) {
+            return Ok(());
+        }
+        Err(PyTypeError::new_err(format!("{} has elements {:?}: give rows of {dtype}", self.name, self.element)))
+    }
+
+    /// Bytes from one row to the next of an array whose rows have no gaps inside.
+    pub fn pitch(&self) -> PyResult<usize> {
+        let inner = packed(&self.shape, self.element.bytes());
+        let rows_apart = self.strides.first().copied().unwrap_or(0);
+        let inside = self.strides.iter().zip(&inner).zip(&self.shape).skip(1);
+        if inside.into_iter().any(|((stride, packed), length)| *length > 1 && stride != packed) {
+            return Err(PyValueError::new_err(format!(
+                "{} has the strides {:?} in bytes: its rows must be contiguous; give a contiguous copy",
+                self.name, self.strides
+            )));
+        }
+        Ok(if self.len() > 1 { rows_apart } else { inner.first().copied().unwrap_or(0) })
+    }
+
+    /// Refuses gaps.
+    pub fn must_be_contiguous(&self) -> PyResult<()> {
+        let packed = packed(&self.shape, self.element.bytes());
+        let gaps = self.strides.iter().zip(&packed).zip(&self.shape).any(|((a, b), length)| *length > 1 && a != b);
+        if gaps && !self.shape.contains(&0) {
+            return Err(PyValueError::new_err(format!(
+                "{} has the strides {:?} in bytes: give a contiguous array",
+                self.name, self.strides
+            )));
+        }
+        Ok(())
+    }
+
+    /// Strides of two dimensions, in bytes.
+    pub fn strides(&self) -> (usize, usize) {
+        (self.strides.first().copied().unwrap_or(0), self.strides.get(1).copied().unwrap_or(0))
+    }
+
+    /// The memory from the first to the last element; the caller keeps the array until the work with it is done.
+    pub fn view(&self, device: &Device) -> PyResult<View> {
+        let wanted = device.ordinal().map_or(Place::Cpu, Place::Cuda);
+        if self.place != wanted {
+            return Err(PyValueError::new_err(format!(
+                "{} is on {:?} and the context on {wanted:?}: give arrays on the context's device",
+                self.name, self.place
+            )));
+        }
+        let bytes = if self.shape.contains(&0) {
+            0
+        } else {
+            let last: Option<usize> = self
+                .shape
+                .iter()
+                .zip(&self.strides)
+                .try_fold(0usize, |sum, (length, stride)| sum.checked_add((length - 1).checked_mul(*stride)?));
+            let end = last.and_then(|last| last.checked_add(self.element.bytes()));
+            end.ok_or_else(|| PyValueError::new_err(format!("{} is larger than memory", self.name)))?
+        };
+        // SAFETY: the array holds these bytes as long as its object lives. Calls of the CPU device keep the object
+        // until they have ended (context.rs, `finished`); GPU libraries free memory in the order of the stream's
+        // work. That nothing else writes meanwhile is the caller's promise, as for any library that takes arrays.
+        Ok(unsafe { View::from_raw(device, self.pointer, bytes) })
+    }
+}
+
+/// Strides of an array without gaps, in bytes.
+fn packed(shape: &[usize], element: usize) -> Vec<usize> {
+    let mut strides: Vec<usize> = Vec::with_capacity(shape.len());
+    let mut next = element;
+    for length in shape.iter().rev() {
+        strides.push(next);
+        next = next.saturating_mul((*length).max(1));
+    }
+    strides.reverse();
+    strides
+}
+
+/// The element of one of torch's dtypes, which are single objects.
+fn torch_element(name: &'static str, dtype: &Bound<'_, PyAny>) -> PyResult<Element> {
+    static KNOWN: PyOnceLock<Vec<(usize, Element)>> = PyOnceLock::new();
+    let py = dtype.py();
+    let known = KNOWN.get_or_try_init(py, || {
+        let torch = py.import("torch")?;
+        let of = |(name, element): &(&str, Element)| {
+            torch.getattr(*name).ok().map(|dtype| (dtype.as_ptr() as usize, *element))
+        };
+        Ok::<_, PyErr>(TORCH_TYPES.iter().filter_map(of).collect())
+    })?;
+    let found = known.iter().find(|(object, _)| *object == dtype.as_ptr() as usize);
+    found.map(|(_, element)| *element).ok_or_else(|| {
+        let types = TORCH_TYPES.map(|(name, _)| name).join(", ");
+        PyTypeError::new_err(format!("{name} has the dtype {dtype}: give one of {types}"))
+    })
+}

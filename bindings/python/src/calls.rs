@@ -1,0 +1,243 @@
+//! Arguments of calls: what Python gives, as the API takes it.
+
+use super::arrays::{Array, Element};
+use super::errors;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use tokenyard::{
+    Device, Dtype, IndexType, Layout, RowFormat, ScaleOrder, ScaleView, Scales, Strides, TokenCount, Weights,
+};
+
+/// Refuses a word that is none of those known.
+fn unknown(name: &str, given: &str, known: &[&str]) -> PyErr {
+    PyValueError::new_err(format!("{name} is {given:?}: give one of {}", known.join(", ")))
+}
+
+/// A dtype of rows or sums.
+pub(super) fn dtype(name: &str, given: &str) -> PyResult<Dtype> {
+    match given {
+        "bf16" | "bfloat16" => Ok(Dtype::Bf16),
+        "fp16" | "float16" => Ok(Dtype::Fp16),
+        "fp32" | "float32" => Ok(Dtype::Fp32),
+        "fp8" | "float8_e4m3fn" => Ok(Dtype::Fp8E4m3),
+        _ => Err(unknown(name, given, &["bf16", "fp16", "fp32", "fp8"])),
+    }
+}
+
+/// The format of rows.
+pub(super) fn row_format(py: Python<'_>, elements: &str, scales: Option<&str>) -> PyResult<RowFormat> {
+    let scales = match scales {
+        None => Scales::None,
+        Some("fp32") => Scales::F32,
+        Some("ue8m0") => Scales::Ue8m0,
+        Some(other) => return Err(unknown("scales", other, &["fp32", "ue8m0"])),
+    };
+    RowFormat::new(dtype("dtype", elements)?, scales).map_err(|error| errors::raised(py, &error))
+}
+
+/// Where weights come from.
+pub(super) fn weights(given: &str) -> PyResult<Weights> {
+    match given {
+        "dispatch" => Ok(Weights::Dispatch),
+        "combine" => Ok(Weights::Combine),
+        "none" => Ok(Weights::None),
+        _ => Err(unknown("weights", given, &["dispatch", "combine", "none"])),
+    }
+}
+
+/// Rows of the context's format and everything else that a dispatch reads.
+pub(super) struct Given<'a, 'py> {
+    pub x: &'a Bound<'py, PyAny>,
+    pub topk_idx: &'a Bound<'py, PyAny>,
+    pub topk_weights: Option<&'a Bound<'py, PyAny>>,
+    pub scales: Option<&'a Bound<'py, PyAny>>,
+    /// int32 `[1]`, on the device.
+    pub count: Option<&'a Bound<'py, PyAny>>,
+}
+
+/// The tokens of a call. `rows`: dtype of `x`. The lengths of arrays are compared here, the rest by the call.
+pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyResult<tokenyard::Tokens> {
+    let x = Array::of("x", given.x, false)?;
+    x.must_have(2)?;
+    x.must_be_rows_of(rows)?;
+    let ids = Array::of("topk_idx", given.topk_idx, false)?;
+    ids.must_have(2)?;
+    ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
+    let (tokens, choices) = (x.len(), ids.shape().get(1).copied().unwrap_or(0));
+    ids.must_be_shaped(&[tokens, choices])?;
+    let count = match given.count {
+        None => TokenCount::Host(tokens),
+        Some(count) => {
+            let count = Array::of("count", count, false)?;
+            count.must_be_shaped(&[1])?;
+            count.must_hold(&[Element::I32])?;
+            TokenCount::Device(count.view(device)?)
+        }
+    };
+    let strides_of = |array: &Array| {
+        let (token_bytes, choice_bytes) = array.strides();
+        Strides { token_bytes, choice_bytes }
+    };
+    let kind = match ids.element {
+        Element::I32 => IndexType::I32,
+        Element::I64 => IndexType::I64,
+        _ => IndexType::Ranks,
+    };
+    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind);
+    if tokens > 1 {
+        to = to.pitch_bytes(x.pitch()?);
+    }
+    if tokens > 0 {
+        to = to.topk_idx_strides(strides_of(&ids));
+    }
+    if kind != IndexType::Ranks {
+        to = to.top_k(choices);
+    }
+    if let Some(weights) = given.topk_weights {
+        let weights = Array::of("topk_weights", weights, false)?;
+        weights.must_be_shaped(&[tokens, choices])?;
+        weights.must_hold(&[Element::Fp32])?;
+        to = to.topk_weight(weights.view(device)?);
+        if tokens > 0 {
+            to = to.topk_weight_strides(strides_of(&weights));
+        }
+    }
+    if let Some(scales) = given.scales {
+        let scales = Array::of("scales", scales, false)?;
+        scales.must_have(2)?;
+        scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
+        let (token_bytes, word_bytes) = scales.strides();
+        to = to.scales(ScaleView::new(scales.view(device)?, token_bytes, word_bytes));
+    }
+    Ok(to)
+}
+
+/// Where a dispatch writes: arrays that the caller owns. Made once, it may serve many calls.
+///
+/// `layout` is "contiguous" (`rows` `[capacity, hidden]`, each expert's first row at a multiple of `align`), "masked"
+/// (`rows` `[local experts, per expert, hidden]`) or "token" (`rows` `[capacity, hidden]`, a row a source token). The
+/// other arrays are as in the library's `Output`: `counts` int32 `[local experts]`; optional ones `offsets` int32
+/// `[local experts + 1]`, `row_expert` int32 `[rows]`, `source` int32 `[rows, 2]`, `token_experts` int32 and
+/// `token_weights` fp32 `[rows, top_k]`, `row_count` int32 `[1]`, `scales` of 4-byte words `[rows, words]`, or with
+/// `column_major` `[words, rows rounded up to 4]`.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Output {
+    layout: Layout,
+    rows: Array,
+    counts: Array,
+    scales: Option<Array>,
+    column_major: bool,
+    zero_padding: bool,
+    others: Vec<(&'static str, Array)>,
+}
+
+#[pymethods]
+impl Output {
+    #[new]
+    #[pyo3(signature = (
+        layout, rows, counts, *, align=1, scales=None, column_major=false, zero_padding=false, offsets=None,
+        row_expert=None, source=None, token_experts=None, token_weights=None, row_count=None,
+    ))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        layout: &str,
+        rows: &Bound<'_, PyAny>,
+        counts: &Bound<'_, PyAny>,
+        align: usize,
+        scales: Option<&Bound<'_, PyAny>>,
+        column_major: bool,
+        zero_padding: bool,
+        offsets: Option<&Bound<'_, PyAny>>,
+        row_expert: Option<&Bound<'_, PyAny>>,
+        source: Option<&Bound<'_, PyAny>>,
+        token_experts: Option<&Bound<'_, PyAny>>,
+        token_weights: Option<&Bound<'_, PyAny>>,
+        row_count: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Output> {
+        let rows = Array::of("rows", rows, true)?;
+        let (layout, dimensions) = match layout {
+            "contiguous" => (Layout::Contiguous { align, capacity: rows.len() }, 2),
+            "masked" => (Layout::Masked { per_expert: rows.shape().get(1).copied().unwrap_or(0) }, 3),
+            "token" => (Layout::Token { capacity: rows.len() }, 2),
+            other => return Err(unknown("layout", other, &["contiguous", "masked", "token"])),
+        };
+        rows.must_have(dimensions)?;
+        let all = rows.shape().iter().take(dimensions - 1).product();
+        let counts = Array::of("counts", counts, true)?;
+        counts.must_have(1)?;
+        counts.must_hold(&[Element::I32])?;
+        counts.must_be_contiguous()?;
+        let experts = counts.len();
+        if dimensions == 3 && rows.len() != experts {
+            rows.must_be_shaped(&[experts, rows.shape()[1], rows.shape()[2]])?;
+        }
+        let scales = scales.map(|scales| Array::of("scales", scales, true)).transpose()?;
+        if let Some(scales) = &scales {
+            scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
+            scales.must_be_contiguous()?;
+        }
+        let mut others = Vec::new();
+        let given = [
+            ("offsets", offsets, vec![experts + 1], Element::I32),
+            ("row_expert", row_expert, vec![all], Element::I32),
+            ("source", source, vec![all, 2], Element::I32),
+            ("row_count", row_count, vec![1], Element::I32),
+        ];
+        for (name, value, shape, element) in given {
+            let Some(value) = value else { continue };
+            let array = Array::of(name, value, true)?;
+            array.must_be_shaped(&shape)?;
+            array.must_hold(&[element])?;
+            array.must_be_contiguous()?;
+            others.push((name, array));
+        }
+        for (name, value, element) in
+            [("token_experts", token_experts, Element::I32), ("token_weights", token_weights, Element::Fp32)]
+        {
+            let Some(value) = value else { continue };
+            let array = Array::of(name, value, true)?;
+            array.must_have(2)?;
+            array.must_be_shaped(&[all, array.shape()[1]])?;
+            array.must_hold(&[element])?;
+            array.must_be_contiguous()?;
+            others.push((name, array));
+        }
+        Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
+    }
+}
+
+impl Output {
+    /// As the API takes it. `rows`: dtype of the rows.
+    pub fn of(&self, device: &Device, hidden: usize, rows: Dtype) -> PyResult<tokenyard::Output> {
+        self.rows.must_be_rows_of(rows)?;
+        let mut shape = self.rows.shape().to_vec();
+        if let Some(columns) = shape.last_mut() {
+            *columns = hidden;
+        }
+        self.rows.must_be_shaped(&shape)?;
+        let mut to = tokenyard::Output::new(self.layout, self.rows.view(device)?, self.counts.view(device)?);
+        if matches!(self.layout, Layout::Masked { .. }) {
+            self.rows.must_be_contiguous()?;
+        } else if self.rows.len() > 1 {
+            to = to.pitch_bytes(self.rows.pitch()?);
+        }
+        if let Some(scales) = &self.scales {
+            let order = if self.column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor };
+            to = to.scales(scales.view(device)?).scale_order(order);
+        }
+        to = to.zero_padding(self.zero_padding);
+        for (name, array) in &self.others {
+            let view = array.view(device)?;
+            to = match *name {
+                "offsets" => to.expert_offset(view),
+                "row_expert" => to.row_expert(view),
+                "source" => to.source(view),
+                "row_count" => to.row_count(view),
+                "token_experts" => to.token_experts(view),
+                _ => to.token_weights(view),
+            };
+        }
+        Ok(to)
+    }
+}

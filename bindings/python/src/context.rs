@@ -1,0 +1,393 @@
+//! Contexts and their calls.
+
+use super::arrays::{Array, Element};
+use super::calls::{self, Given, Output};
+use super::detached::Detached;
+use super::errors;
+use super::worlds::World;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use tokenyard::{Combined, Device, DeviceKind, Dtype, Rows, Stream};
+
+/// Dispatch and combine over one world: `tokenyard.AllToAll` has one and makes outputs for it.
+///
+/// On the CPU device calls return once their work is done, and raise what the call's `check` finds. On a GPU they
+/// enqueue work on `stream`, an address of a `cudaStream_t`, and return; `check` raises what calls found since.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Context {
+    ep: Detached<tokenyard::AllToAll>,
+    device: Device,
+    /// Of the CPU device; a GPU's calls go to the caller's.
+    stream: Stream,
+    /// What calls use whose wait ended before they did.
+    in_use: Mutex<Vec<Py<PyAny>>>,
+    timeout: Duration,
+    hidden: usize,
+    rows: Dtype,
+    combine: Dtype,
+    quantizes: bool,
+    local_experts: Vec<u32>,
+}
+
+/// A received dispatch: what combine needs to return the rows. It may be combined several times, or never.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Handle {
+    inner: tokenyard::Handle,
+}
+
+/// A sent dispatch that is to be received.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Sent {
+    inner: Mutex<Option<tokenyard::Sent>>,
+    /// Calls in several rounds read them in the second half, too.
+    _arrays: Vec<Py<PyAny>>,
+}
+
+/// A sent combine that is to be received.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct CombineSent {
+    inner: Mutex<Option<tokenyard::CombineSent>>,
+    /// As of a dispatch.
+    _arrays: Vec<Py<PyAny>>,
+}
+
+/// The device of a name: "cpu", "cuda" (the GPU of the local rank) or "cuda:N".
+fn device_of(py: Python<'_>, name: &str, local_rank: usize) -> PyResult<Device> {
+    let device = match name.split_once(':') {
+        None if name == "cpu" => Device::cpu(),
+        None if name == "cuda" => Device::cuda(local_rank),
+        Some(("cuda", ordinal)) => match ordinal.parse() {
+            Ok(ordinal) => Device::cuda(ordinal),
+            Err(_) => return Err(PyValueError::new_err(format!("device is {name:?}: give cpu, cuda or cuda:N"))),
+        },
+        _ => return Err(PyValueError::new_err(format!("device is {name:?}: give cpu, cuda or cuda:N"))),
+    };
+    device.map_err(|error| errors::raised(py, &error))
+}
+
+#[pymethods]
+impl Context {
+    #[new]
+    #[pyo3(signature = (
+        world, *, hidden, experts, top_k, max_tokens_per_rank, device="cuda", dtype="bf16", scales=None,
+        quantize=false, combine_dtype="bf16", weights="dispatch", timeout=30.0, sms=None, placement=None,
+        duplicates=false,
+    ))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        world: &World,
+        hidden: usize,
+        experts: usize,
+        top_k: usize,
+        max_tokens_per_rank: usize,
+        device: &str,
+        dtype: &str,
+        scales: Option<&str>,
+        quantize: bool,
+        combine_dtype: &str,
+        weights: &str,
+        timeout: f64,
+        sms: Option<u32>,
+        placement: Option<Vec<u32>>,
+        duplicates: bool,
+    ) -> PyResult<Context> {
+        let timeout = Duration::try_from_secs_f64(timeout)
+            .map_err(|_| PyValueError::new_err(format!("timeout is {timeout}: give seconds above 0")))?;
+        let device = device_of(py, device, world.inner.local_rank())?;
+        let (rows, combine) = (calls::row_format(py, dtype, scales)?, calls::dtype("combine_dtype", combine_dtype)?);
+        let mut builder = tokenyard::AllToAll::builder(&world.inner)
+            .device(device.clone())
+            .hidden(hidden)
+            .experts(experts)
+            .top_k(top_k)
+            .max_tokens_per_rank(max_tokens_per_rank)
+            .format(rows)
+            .quantize(quantize)
+            .combine_dtype(combine)
+            .weights(calls::weights(weights)?)
+            .timeout(timeout)
+            .tuning(|tuning| tuning.duplicates = duplicates);
+        if let Some(sms) = sms {
+            builder = builder.sms(sms);
+        }
+        if let Some(table) = placement {
+            let placement = tokenyard::Placement::table(table, world.inner.size());
+            builder = builder.placement(placement.map_err(|error| errors::raised(py, &error))?);
+        }
+        let ep = errors::wait(py, || builder.build())?;
+        let stream = device.new_stream().map_err(|error| errors::raised(py, &error))?;
+        let own = world.inner.original(world.inner.rank()).index();
+        let local_experts = ep.placement().local_experts(own).to_vec();
+        let rows = rows.dtype();
+        let (ep, in_use) = (Detached::new(ep), Mutex::default());
+        Ok(Context { ep, device, stream, in_use, timeout, hidden, rows, combine, quantizes: quantize, local_experts })
+    }
+
+    /// Numbers of the experts of this rank, in the order of outputs.
+    #[getter]
+    fn local_experts(&self) -> Vec<u32> {
+        self.local_experts.clone()
+    }
+
+    /// Whether calls run on the CPU device.
+    #[getter]
+    fn on_cpu(&self) -> bool {
+        self.device.kind() == DeviceKind::Cpu
+    }
+
+    /// Sends the rows of this rank's tokens to the ranks of their experts, and receives those for its own experts.
+    #[pyo3(signature = (x, topk_idx, topk_weights, output, *, scales=None, count=None, stream=0))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        topk_idx: &Bound<'_, PyAny>,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+        output: &Bound<'_, Output>,
+        scales: Option<&Bound<'_, PyAny>>,
+        count: Option<&Bound<'_, PyAny>>,
+        stream: u64,
+    ) -> PyResult<Handle> {
+        let given = Given { x, topk_idx, topk_weights, scales, count };
+        let tokens = calls::tokens(&self.device, &given, self.input())?;
+        let out = output.get().of(&self.device, self.hidden, self.rows)?;
+        let stream = self.stream(py, stream)?;
+        let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
+        let handle = Handle { inner };
+        match self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count, Some(output.as_any())]) {
+            Ok(()) => Ok(handle),
+            // The dispatch took place: other ranks combine it, and so must this one.
+            Err(raised) => Err(with_handle(py, raised, handle)),
+        }
+    }
+
+    /// The sending half of a dispatch.
+    #[pyo3(signature = (x, topk_idx, topk_weights=None, *, scales=None, count=None, stream=0))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn dispatch_send(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        topk_idx: &Bound<'_, PyAny>,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+        scales: Option<&Bound<'_, PyAny>>,
+        count: Option<&Bound<'_, PyAny>>,
+        stream: u64,
+    ) -> PyResult<Sent> {
+        let given = Given { x, topk_idx, topk_weights, scales, count };
+        let tokens = calls::tokens(&self.device, &given, self.input())?;
+        let stream = self.stream(py, stream)?;
+        let sent = self.enqueued(py, || self.ep.dispatch_send(&stream, &tokens))?;
+        self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count])?;
+        Ok(Sent {
+            inner: Mutex::new(Some(sent)),
+            _arrays: kept([Some(x), Some(topk_idx), topk_weights, scales, count]),
+        })
+    }
+
+    /// The receiving half.
+    #[pyo3(signature = (sent, output, *, stream=0))]
+    fn dispatch_recv(&self, py: Python<'_>, sent: &Sent, output: &Bound<'_, Output>, stream: u64) -> PyResult<Handle> {
+        let out = output.get().of(&self.device, self.hidden, self.rows)?;
+        let stream = self.stream(py, stream)?;
+        let given = taken(&sent.inner, "sent")?;
+        let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
+        let inner = outcome.map_err(|refused| {
+            *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
+            errors::raised(py, &refused.error)
+        })?;
+        let handle = Handle { inner };
+        match self.finished(py, [Some(output.as_any())]) {
+            Ok(()) => Ok(handle),
+            Err(raised) => Err(with_handle(py, raised, handle)),
+        }
+    }
+
+    /// Returns the experts' rows to their tokens' source ranks, as weighted sums in `out`.
+    #[pyo3(signature = (rows, handle, out, *, topk_weights=None, accumulate=false, stream=0))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        rows: &Bound<'_, PyAny>,
+        handle: &Handle,
+        out: &Bound<'_, PyAny>,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+        accumulate: bool,
+        stream: u64,
+    ) -> PyResult<()> {
+        let (from, to) = (self.expert_rows(rows, topk_weights)?, self.sums(out, accumulate)?);
+        let stream = self.stream(py, stream)?;
+        self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
+        self.finished(py, [Some(rows), Some(out), topk_weights])
+    }
+
+    /// The sending half of a combine.
+    #[pyo3(signature = (rows, handle, *, topk_weights=None, stream=0))]
+    fn combine_send(
+        &self,
+        py: Python<'_>,
+        rows: &Bound<'_, PyAny>,
+        handle: &Handle,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+        stream: u64,
+    ) -> PyResult<CombineSent> {
+        let from = self.expert_rows(rows, topk_weights)?;
+        let stream = self.stream(py, stream)?;
+        let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
+        self.finished(py, [Some(rows), topk_weights])?;
+        Ok(CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept([Some(rows), topk_weights]) })
+    }
+
+    /// The receiving half.
+    #[pyo3(signature = (sent, out, *, accumulate=false, stream=0))]
+    fn combine_recv(
+        &self,
+        py: Python<'_>,
+        sent: &CombineSent,
+        out: &Bound<'_, PyAny>,
+        accumulate: bool,
+        stream: u64,
+    ) -> PyResult<()> {
+        let to = self.sums(out, accumulate)?;
+        let stream = self.stream(py, stream)?;
+        let given = taken(&sent.inner, "sent")?;
+        py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
+            *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
+            errors::raised(py, &refused.error)
+        })?;
+        self.finished(py, [Some(out)])
+    }
+
+    /// Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.ep.check().map_err(|error| errors::raised(py, &error))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let in_use = std::mem::take(self.in_use.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if in_use.is_empty() {
+            return;
+        }
+        let (stream, patience) = (self.stream.clone(), self.patience());
+        let ended = Python::try_attach(|py| py.detach(|| stream.synchronize(patience).is_ok()));
+        if ended != Some(true) {
+            std::mem::forget(in_use);
+        }
+    }
+}
+
+impl Context {
+    /// Dtype of what dispatch reads.
+    fn input(&self) -> Dtype {
+        if self.quantizes { Dtype::Bf16 } else { self.rows }
+    }
+
+    /// The stream of a call.
+    fn stream(&self, py: Python<'_>, given: u64) -> PyResult<Stream> {
+        if self.on_cpu() {
+            return Ok(self.stream.clone());
+        }
+        // SAFETY: the caller's stream is of this device and lives until its work is done, as the class documents;
+        // torch's streams live as long as the process.
+        unsafe { self.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))
+    }
+
+    /// Enqueues a call. It waits for nobody, but other threads may hold what it needs for a moment.
+    fn enqueued<T: Send>(&self, py: Python<'_>, call: impl FnOnce() -> tokenyard::Result<T> + Send) -> PyResult<T> {
+        py.detach(call).map_err(|error| errors::raised(py, &error))
+    }
+
+    /// On the CPU device, waits until a call with these arrays is done, and raises what it found.
+    fn finished<const N: usize>(&self, py: Python<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> PyResult<()> {
+        if !self.on_cpu() {
+            return Ok(());
+        }
+        // A call ends by its own deadline, which the device keeps.
+        let waited = errors::wait(py, || self.stream.synchronize(self.patience()));
+        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        if waited.is_err() {
+            // By a signal, say: work goes on, in arrays that the caller may let go of.
+            in_use.extend(kept(arrays));
+        }
+        let ended = if waited.is_ok() { std::mem::take(&mut *in_use) } else { Vec::new() };
+        drop(in_use);
+        drop(ended);
+        waited?;
+        self.check(py)
+    }
+
+    /// Longer than any call takes.
+    fn patience(&self) -> Duration {
+        self.timeout.saturating_mul(2).saturating_add(Duration::from_secs(1))
+    }
+
+    fn expert_rows(&self, rows: &Bound<'_, PyAny>, topk_weights: Option<&Bound<'_, PyAny>>) -> PyResult<Rows> {
+        let rows = Array::of("rows", rows, false)?;
+        rows.must_be_rows_of(self.combine)?;
+        if rows.shape().last() != Some(&self.hidden) {
+            rows.must_be_shaped(&[rows.len(), self.hidden])?;
+        }
+        let mut to = Rows::new(rows.view(&self.device)?);
+        if rows.shape().len() == 2 && rows.len() > 1 {
+            to = to.pitch_bytes(rows.pitch()?);
+        } else {
+            rows.must_be_contiguous()?;
+        }
+        if let Some(weights) = topk_weights {
+            let weights = Array::of("topk_weights", weights, false)?;
+            weights.must_have(2)?;
+            weights.must_hold(&[Element::Fp32])?;
+            weights.must_be_contiguous()?;
+            to = to.topk_weight(weights.view(&self.device)?);
+        }
+        Ok(to)
+    }
+
+    fn sums(&self, out: &Bound<'_, PyAny>, accumulate: bool) -> PyResult<Combined> {
+        let out = Array::of("out", out, true)?;
+        out.must_be_shaped(&[out.len(), self.hidden])?;
+        let dtype = match out.element {
+            Element::Bf16 | Element::U16 => Dtype::Bf16,
+            Element::Fp16 => Dtype::Fp16,
+            _ => {
+                out.must_hold(&[Element::Fp32, Element::Fp16, Element::Bf16, Element::U16])?;
+                Dtype::Fp32
+            }
+        };
+        let mut to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
+        if out.len() > 1 {
+            to = to.pitch_bytes(out.pitch()?);
+        }
+        Ok(to)
+    }
+}
+
+/// Arrays that what is in flight keeps alive.
+fn kept<const N: usize>(arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>> {
+    arrays.into_iter().flatten().map(|array| array.clone().unbind()).collect()
+}
+
+/// The exception, with the handle that is to be combined.
+fn with_handle(py: Python<'_>, raised: PyErr, handle: Handle) -> PyErr {
+    let attached = Py::new(py, handle).and_then(|handle| raised.value(py).setattr("handle", handle));
+    attached.err().unwrap_or(raised)
+}
+
+/// What is in flight, which the receiving half consumes.
+fn taken<T>(place: &Mutex<Option<T>>, name: &str) -> PyResult<T> {
+    let found = place.lock().unwrap_or_else(PoisonError::into_inner).take();
+    found.ok_or_else(|| {
+        PyValueError::new_err(format!("{name} was received already: receive each half once, and send again"))
+    })
+}

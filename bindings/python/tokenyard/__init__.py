@@ -1,0 +1,40 @@
+"""tokenyard moves tokens to experts and back in Mixture-of-Experts inference.
+
+    world = tokenyard.World.from_env()                       # torchrun; or World.threads(n), World.from_group(group)
+    ep = tokenyard.AllToAll(world, hidden=7168, experts=256, top_k=8, max_tokens_per_rank=128)
+    got = ep.dispatch(x, topk_idx, topk_weights)             # got.rows: expert after expert; got.counts: rows of each
+    y = ep.combine(experts(got.rows, got.counts), got.handle)
+
+Arrays are torch tensors, or have `__array_interface__` (numpy) or `__cuda_array_interface__` (cupy). torch is imported
+only if tensors come. Rows in numpy are uint16 for bf16 and uint8 for fp8, which numpy lacks.
+"""
+
+from ._calls import AllToAll, Dispatched
+from ._native import (
+    ArgumentError,
+    BootstrapError,
+    CapacityError,
+    CombineSent,
+    ConfigError,
+    DeviceError,
+    Error,
+    GenerationError,
+    Handle,
+    IncompleteError,
+    InterruptedError,
+    OrderError,
+    Output,
+    PeerLostError,
+    RoutingError,
+    Sent,
+    TimeoutError,
+    TransportError,
+    version as __version__,
+)
+from ._worlds import World
+
+__all__ = [
+    "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "CombineSent", "ConfigError", "DeviceError",
+    "Dispatched", "Error", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
+    "PeerLostError", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__",
+]

@@ -1,0 +1,238 @@
+"""Contexts: calls with outputs that are made for the caller."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from . import _native
+from ._native import CombineSent, Handle, Output, Sent
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch brought to this rank."""
+
+    rows: Any
+    """Rows in the layout's shape, of the context's dtype."""
+    scales: Optional[Any]
+    """Scales of the rows, 4-byte words `[rows, words]`, if rows have scales."""
+    counts: Any
+    """int32 `[local experts]`: rows of each expert."""
+    offsets: Optional[Any]
+    """int32 `[local experts + 1]`: first row of each expert in the contiguous layout."""
+    token_experts: Optional[Any]
+    """int32 `[rows, top_k]`: local experts of each row in the token layout, -1 for none."""
+    token_weights: Optional[Any]
+    """fp32 `[rows, top_k]`: their weights."""
+    handle: Any
+    """What combine needs."""
+
+
+class AllToAll:
+    """Dispatch and combine over one world. Collective: every rank makes it with the same limits.
+
+    `device`: "cpu", "cuda" (the GPU of the world's local rank) or "cuda:N". `dtype` ("bf16", "fp16", "fp32", "fp8") and
+    `scales` (None, "fp32", "ue8m0") are of dispatched rows; with `quantize` dispatch takes bf16 and makes them.
+    `combine_dtype` is of the experts' outputs. `weights` come with "dispatch", with "combine", or are "none" of the
+    library's business. `timeout`: seconds for which calls wait. `placement`: the rank of each expert; by default
+    expert e is on rank e * ranks // experts. `duplicates`: a token may name an expert several times.
+
+    On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
+    current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
+    flight belong to them as to any work of their stream.
+    """
+
+    def __init__(
+        self,
+        world: _native.World,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        device: str = "cuda",
+        dtype: str = "bf16",
+        scales: Optional[str] = None,
+        quantize: bool = False,
+        combine_dtype: str = "bf16",
+        weights: str = "dispatch",
+        timeout: float = 30.0,
+        sms: Optional[int] = None,
+        placement: Optional[Sequence[int]] = None,
+        duplicates: bool = False,
+    ) -> None:
+        self._context = _native.Context(
+            world, hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, device=device,
+            dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype, weights=weights,
+            timeout=timeout, sms=sms, placement=placement, duplicates=duplicates,
+        )
+        self._hidden, self._top_k, self._dtype, self._scales = hidden, top_k, dtype, scales
+        self._tokens, self._combine_dtype = max_tokens_per_rank, combine_dtype
+        self._experts = self._context.local_experts
+        self._most_tokens = world.size * max_tokens_per_rank
+        self._most_rows = self._most_tokens * (top_k if duplicates else min(top_k, len(self._experts)))
+
+    @property
+    def local_experts(self) -> List[int]:
+        """Numbers of the experts of this rank, in the order of outputs."""
+        return list(self._experts)
+
+    def output(
+        self, like: Any, *, layout: str = "contiguous", align: int = 1, capacity: Optional[int] = None
+    ) -> Tuple[Output, Dispatched]:
+        """An `Output` with arrays of its own, and these as `Dispatched` without a handle.
+
+        `like`: an array of the kind and device that outputs have. `capacity`: rows of the output, in the masked layout
+        of each expert; by default as many as any routing can need.
+        """
+        experts = len(self._experts)
+        if capacity is None:
+            capacity = self._most_rows + experts * (align - 1) if layout == "contiguous" else self._most_tokens
+        make = _maker(like)
+        shape = (experts, capacity) if layout == "masked" else (capacity,)
+        rows, counts = make((*shape, self._hidden), self._dtype), make((experts,), "i32")
+        more: Dict[str, Any] = {}
+        if self._scales is not None:
+            columns, word = (128, "fp32") if self._scales == "fp32" else (512, "i32")
+            more["scales"] = make((*shape, -(-self._hidden // columns)), word)
+        if layout == "contiguous":
+            more["offsets"] = make((experts + 1,), "i32")
+        if layout == "token":
+            more["token_experts"] = make((capacity, self._top_k), "i32")
+            more["token_weights"] = make((capacity, self._top_k), "fp32")
+        output = Output(layout, rows, counts, align=align, **more)
+        got = Dispatched(
+            rows, more.get("scales"), counts, more.get("offsets"), more.get("token_experts"), more.get("token_weights"), None
+        )
+        return output, got
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        scales: Any = None,
+        count: Any = None,
+        stream: Any = None,
+        layout: str = "contiguous",
+        align: int = 1,
+        capacity: Optional[int] = None,
+    ) -> Dispatched:
+        """Sends `x` `[tokens, hidden]` to the experts `topk_idx` `[tokens, top_k]` (int32 or int64, -1 for none).
+
+        `topk_weights`: fp32 `[tokens, top_k]`, where weights come with dispatch. `count`: int32 `[1]` on the device, of
+        how many tokens there are. `layout`, `align` and `capacity` are those of `output`. An error of a call that took
+        place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the other ranks do.
+        """
+        output, got = self.output(x, layout=layout, align=align, capacity=capacity)
+        try:
+            handle = self.dispatch_into(output, x, topk_idx, topk_weights, scales=scales, count=count, stream=stream)
+        except _native.Error as error:
+            if hasattr(error, "handle"):
+                error.dispatched = got._replace(handle=error.handle)
+            raise
+        return got._replace(handle=handle)
+
+    def dispatch_into(
+        self,
+        output: Output,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        scales: Any = None,
+        count: Any = None,
+        stream: Any = None,
+    ) -> Handle:
+        """As `dispatch`, into arrays of the caller; an error of a call that took place has the handle as `handle`."""
+        on = _stream(x) if stream is None else _address(stream)
+        return self._context.dispatch(x, topk_idx, topk_weights, output, scales=scales, count=count, stream=on)
+
+    def dispatch_send(
+        self, x: Any, topk_idx: Any, topk_weights: Any = None, *, scales: Any = None, count: Any = None, stream: Any = None
+    ) -> Sent:
+        """The sending half of a dispatch: other work of the stream may follow, and then `dispatch_recv`."""
+        on = _stream(x) if stream is None else _address(stream)
+        return self._context.dispatch_send(x, topk_idx, topk_weights, scales=scales, count=count, stream=on)
+
+    def dispatch_recv(self, sent: Sent, output: Output, *, stream: Any = None) -> Handle:
+        """The receiving half, once for each `sent`. `stream`: by default the one that is current in torch."""
+        return self._context.dispatch_recv(sent, output, stream=self._current() if stream is None else _address(stream))
+
+    def combine(
+        self,
+        rows: Any,
+        handle: Handle,
+        out: Any = None,
+        *,
+        tokens: Optional[int] = None,
+        topk_weights: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Any:
+        """Returns the experts' outputs as weighted sums `[tokens, hidden]`, in `out` if it is given.
+
+        `rows` are in the layout of the dispatch. `tokens`: of this rank, by default `max_tokens_per_rank`; not needed
+        with `out`. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
+        """
+        if out is None:
+            out = _maker(rows)((self._tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
+        on = _stream(rows) if stream is None else _address(stream)
+        self._context.combine(rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, stream=on)
+        return out
+
+    def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: Any = None) -> CombineSent:
+        """The sending half of a combine."""
+        on = _stream(rows) if stream is None else _address(stream)
+        return self._context.combine_send(rows, handle, topk_weights=topk_weights, stream=on)
+
+    def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: Any = None) -> None:
+        """The receiving half, once for each `sent`."""
+        on = _stream(out) if stream is None else _address(stream)
+        self._context.combine_recv(sent, out, accumulate=accumulate, stream=on)
+
+    def check(self) -> None:
+        """Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline."""
+        self._context.check()
+
+    def _current(self) -> int:
+        torch = sys.modules.get("torch")
+        if torch is None or self._context.on_cpu:
+            return 0
+        return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
+    """Makes arrays of the same library and device as `like`."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        if like.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"x is on {like.device.type}: give a tensor on cpu or cuda")
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
+        types["fp8"] = torch.float8_e4m3fn
+        return lambda shape, dtype: torch.empty(shape, dtype=types[dtype], device=like.device)
+    library = sys.modules.get(type(like).__module__.partition(".")[0])
+    if library is None or not hasattr(library, "empty"):
+        raise TypeError(f"x is a {type(like).__name__}: give an array of torch, numpy or cupy, or an output")
+    names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "fp8": "uint8"}
+    return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
+
+
+def _stream(array: Any) -> int:
+    """The current stream of an array's library."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return int(torch.cuda.current_stream(array.device).cuda_stream) if array.is_cuda else 0
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and hasattr(array, "__cuda_array_interface__"):
+        return int(cupy.cuda.get_current_stream().ptr)
+    return 0
+
+
+def _address(stream: Any) -> int:
+    """The address of a stream of torch or cupy, or an address."""
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    return int(stream)

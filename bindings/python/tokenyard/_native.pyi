@@ -1,0 +1,182 @@
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, final
+
+__all__ = [
+    "ArgumentError",
+    "BootstrapError",
+    "CapacityError",
+    "CombineSent",
+    "ConfigError",
+    "Context",
+    "DeviceError",
+    "Error",
+    "GenerationError",
+    "Handle",
+    "IncompleteError",
+    "InterruptedError",
+    "OrderError",
+    "Output",
+    "PeerLostError",
+    "RoutingError",
+    "Sent",
+    "TimeoutError",
+    "TransportError",
+    "World",
+    "run_program",
+    "version",
+]
+
+version: str
+
+def run_program(arguments: Sequence[str]) -> int: ...
+
+class Error(RuntimeError):
+    fatal: bool
+    handle: Handle
+    dispatched: Any
+
+class ArgumentError(Error, ValueError): ...
+class ConfigError(Error, ValueError): ...
+class TransportError(Error): ...
+class DeviceError(Error): ...
+class BootstrapError(Error): ...
+class InterruptedError(Error): ...
+
+class RoutingError(Error):
+    rank: int
+    epoch: int
+
+class CapacityError(Error):
+    rank: int
+    epoch: int
+    needed: int
+    given: int
+
+class IncompleteError(Error):
+    rank: int
+    epoch: int
+    peer: int
+
+class OrderError(Error):
+    rank: int
+
+class GenerationError(Error):
+    rank: int
+    generation: int
+    newest: int
+
+class TimeoutError(Error):
+    rank: int
+    peer: int
+    epoch: int
+    wait: str
+    seconds: float
+
+class PeerLostError(Error):
+    rank: int
+    peer: int
+    epoch: int
+    wait: str
+
+@final
+class World:
+    @staticmethod
+    def threads(n: int) -> List[World]: ...
+    @staticmethod
+    def from_env() -> World: ...
+    @staticmethod
+    def over(
+        rank: int,
+        size: int,
+        all_gather: Callable[[str, bytes, float], Iterable[bytes]],
+        *,
+        local_rank: Optional[int] = None,
+    ) -> World: ...
+    @staticmethod
+    def from_group(group: Any = None) -> World: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def barrier(self) -> None: ...
+    def all_gather(self, own: bytes) -> List[bytes]: ...
+    def regroup(self, generation: int, members: Sequence[int]) -> World: ...
+
+@final
+class Handle: ...
+
+@final
+class Sent: ...
+
+@final
+class CombineSent: ...
+
+@final
+class Output:
+    def __new__(
+        cls,
+        layout: str,
+        rows: Any,
+        counts: Any,
+        *,
+        align: int = 1,
+        scales: Any = None,
+        column_major: bool = False,
+        zero_padding: bool = False,
+        offsets: Any = None,
+        row_expert: Any = None,
+        source: Any = None,
+        token_experts: Any = None,
+        token_weights: Any = None,
+        row_count: Any = None,
+    ) -> Output: ...
+
+@final
+class Context:
+    def __new__(
+        cls,
+        world: World,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        device: str = "cuda",
+        dtype: str = "bf16",
+        scales: Optional[str] = None,
+        quantize: bool = False,
+        combine_dtype: str = "bf16",
+        weights: str = "dispatch",
+        timeout: float = 30.0,
+        sms: Optional[int] = None,
+        placement: Optional[Sequence[int]] = None,
+        duplicates: bool = False,
+    ) -> Context: ...
+    @property
+    def local_experts(self) -> List[int]: ...
+    @property
+    def on_cpu(self) -> bool: ...
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        output: Output,
+        *,
+        scales: Any = None,
+        count: Any = None,
+        stream: int = 0,
+    ) -> Handle: ...
+    def dispatch_send(
+        self, x: Any, topk_idx: Any, topk_weights: Any = None, *, scales: Any = None, count: Any = None, stream: int = 0
+    ) -> Sent: ...
+    def dispatch_recv(self, sent: Sent, output: Output, *, stream: int = 0) -> Handle: ...
+    def combine(
+        self, rows: Any, handle: Handle, out: Any, *, topk_weights: Any = None, accumulate: bool = False, stream: int = 0
+    ) -> None: ...
+    def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: int = 0) -> CombineSent: ...
+    def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: int = 0) -> None: ...
+    def check(self) -> None: ...

@@ -1,0 +1,79 @@
+"""Ranks as threads, a plain reference of dispatch and combine, and inputs with experts and weights that differ."""
+
+import threading
+
+import numpy as np
+
+import tokenyard
+
+
+def in_ranks(worlds, work):
+    """Runs `work(world)` in a thread for each world; its results by rank, or the first exception."""
+    results, failures = [None] * len(worlds), []
+
+    def run(rank):
+        try:
+            results[rank] = work(worlds[rank])
+        except BaseException as failure:  # noqa: BLE001: raised again below
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(worlds))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results
+
+
+class Case:
+    """Tokens of each rank, and what comes of them. fp32 rows: sums differ from the reference by rounding alone."""
+
+    def __init__(self, ranks=3, hidden=64, experts=7, top_k=3, tokens=9, seed=1):
+        draw = np.random.default_rng(seed)
+        self.ranks, self.hidden, self.experts, self.top_k, self.tokens = ranks, hidden, experts, top_k, tokens
+        self.limits = dict(hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=tokens, device="cpu",
+                           dtype="fp32", combine_dtype="fp32", timeout=20.0)
+        self.count = [int(draw.integers(0, tokens + 1)) for _ in range(ranks)]
+        self.count[0] = tokens
+        self.x = [draw.standard_normal((n, hidden)).astype(np.float32) for n in self.count]
+        self.ids = [self.choices(draw, n) for n in self.count]
+        self.weights = [draw.random((n, top_k), dtype=np.float32) for n in self.count]
+
+    def choices(self, draw, tokens):
+        ids = np.stack([draw.permutation(self.experts)[: self.top_k] for _ in range(tokens)]) if tokens else np.zeros((0, self.top_k))
+        ids = ids.astype(np.int64)
+        ids[draw.random(ids.shape) < 0.1] = -1
+        return ids
+
+    def owner(self, expert):
+        """The rank of an expert, by the library's documented rule."""
+        return expert * self.ranks // self.experts
+
+    def rows_of(self, expert):
+        """The rows that an expert gets, in the order of (source rank, token)."""
+        rows = [self.x[r][t] for r in range(self.ranks) for t in range(self.count[r]) if expert in self.ids[r][t]]
+        return np.array(rows, dtype=np.float32).reshape(-1, self.hidden)
+
+    @staticmethod
+    def expert(number, rows):
+        """What expert `number` computes: another function for each."""
+        return rows * np.float32(number + 1) + np.float32(number)
+
+    def sums(self, rank):
+        """The weighted sums of a rank's tokens."""
+        out = np.zeros((self.count[rank], self.hidden), dtype=np.float64)
+        for t, k in np.ndindex(self.ids[rank].shape):
+            e = self.ids[rank][t, k]
+            if e >= 0:
+                out[t] += self.weights[rank][t, k].astype(np.float64) * self.expert(e, self.x[rank][t])
+        return out
+
+
+def poisoned(shape, dtype=np.float32):
+    """An array of NaNs, or of -77."""
+    return np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else -77, dtype=dtype)
+
+
+__all__ = ["Case", "in_ranks", "poisoned", "tokenyard"]

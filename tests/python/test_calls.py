@@ -1,0 +1,139 @@
+"""Dispatch and combine through arrays of numpy, element by element against a plain reference."""
+
+import numpy as np
+import pytest
+
+import tokenyard
+from rig import Case, in_ranks, poisoned
+
+BOUND = 1e-5
+
+
+def check_rows(case, ep, rows, counts, begin):
+    for i, expert in enumerate(ep.local_experts):
+        wanted = case.rows_of(expert)
+        assert counts[i] == len(wanted)
+        np.testing.assert_array_equal(rows[begin(i) : begin(i) + counts[i]], wanted)
+
+
+@pytest.mark.parametrize("ids", [np.int32, np.int64])
+@pytest.mark.parametrize("align", [1, 8])
+def test_contiguous_rows_and_sums(ids, align):
+    case = Case()
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits)
+        r = world.rank
+        for _ in range(3):
+            got = ep.dispatch(case.x[r], case.ids[r].astype(ids), case.weights[r], layout="contiguous", align=align)
+            assert all(at % align == 0 for at in got.offsets)
+            check_rows(case, ep, got.rows, got.counts, lambda i: got.offsets[i])
+            for i, expert in enumerate(ep.local_experts):
+                part = slice(got.offsets[i], got.offsets[i] + got.counts[i])
+                got.rows[part] = case.expert(expert, got.rows[part])
+            out = poisoned((case.tokens, case.hidden))
+            assert ep.combine(got.rows, got.handle, out) is out
+            np.testing.assert_allclose(out[: case.count[r]], case.sums(r), rtol=BOUND, atol=BOUND)
+            assert np.isnan(out[case.count[r] :]).all()
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_masked_rows_in_halves():
+    case = Case(seed=2)
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits)
+        r = world.rank
+        output, got = ep.output(case.x[r], layout="masked")
+        sent = ep.dispatch_send(case.x[r], case.ids[r], case.weights[r])
+        handle = ep.dispatch_recv(sent, output)
+        with pytest.raises(ValueError, match="sent was received already"):
+            ep.dispatch_recv(sent, output)
+        for i, expert in enumerate(ep.local_experts):
+            wanted = case.rows_of(expert)
+            assert got.counts[i] == len(wanted)
+            np.testing.assert_array_equal(got.rows[i, : got.counts[i]], wanted)
+            got.rows[i, : got.counts[i]] = case.expert(expert, got.rows[i, : got.counts[i]])
+        out = np.zeros((case.count[r], case.hidden), dtype=np.float32)
+        for times in (1, 2):
+            ep.combine_recv(ep.combine_send(got.rows, handle), out, accumulate=times == 2)
+            np.testing.assert_allclose(out, times * case.sums(r), rtol=BOUND, atol=BOUND)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_token_rows_and_weights_of_combine():
+    case = Case(seed=3, ranks=2)
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits)
+        r = world.rank
+        got = ep.dispatch(case.x[r], case.ids[r], case.weights[r], layout="token")
+        here = [(s, t) for s in range(case.ranks) for t in range(case.count[s])
+                if any(e >= 0 and case.owner(e) == r for e in case.ids[s][t])]
+        rows = got.rows[: len(here)]
+        np.testing.assert_array_equal(rows, [case.x[s][t] for s, t in here])
+        sums = np.zeros_like(rows)
+        for n, row in enumerate(rows):
+            for local, weight in zip(got.token_experts[n], got.token_weights[n]):
+                if local >= 0:
+                    sums[n] += weight * case.expert(ep.local_experts[local], row)
+        got.rows[: len(here)] = sums
+        out = ep.combine(got.rows, got.handle, tokens=case.count[r])
+        np.testing.assert_allclose(out, case.sums(r), rtol=BOUND, atol=BOUND)
+
+        late = tokenyard.AllToAll(world, **case.limits, weights="combine")
+        got = late.dispatch(case.x[r], case.ids[r])
+        for i, expert in enumerate(late.local_experts):
+            part = slice(got.offsets[i], got.offsets[i] + got.counts[i])
+            got.rows[part] = case.expert(expert, got.rows[part])
+        weights = np.zeros((case.count[r], case.top_k), dtype=np.float32)
+        weights[:] = case.weights[r]
+        out = late.combine(got.rows, got.handle, tokens=case.count[r], topk_weights=weights)
+        np.testing.assert_allclose(out, case.sums(r), rtol=BOUND, atol=BOUND)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_slices_and_transposed_choices_need_no_copy():
+    case = Case(seed=4, ranks=2)
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits)
+        r, n = world.rank, case.count[world.rank]
+        wide = poisoned((n, case.hidden + 32))
+        wide[:, : case.hidden] = case.x[r]
+        ids = np.ascontiguousarray(case.ids[r].T).T
+        weights = np.ascontiguousarray(case.weights[r].T).T
+        got = ep.dispatch(wide[:, : case.hidden], ids, weights)
+        check_rows(case, ep, got.rows, got.counts, lambda i: got.offsets[i])
+        out = poisoned((n, case.hidden + 16))
+        ep.combine(got.rows, got.handle, out[:, : case.hidden])
+        weighted = [sum(case.weights[r][t, k] * (e >= 0) for k, e in enumerate(case.ids[r][t])) for t in range(n)]
+        np.testing.assert_allclose(out[:, : case.hidden], case.x[r] * np.array(weighted).reshape(-1, 1), rtol=BOUND, atol=BOUND)
+        assert np.isnan(out[:, case.hidden :]).all()
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_quantised_rows_and_scales():
+    """bf16 rows of small integers are exact in fp8 with their scales."""
+    hidden, tokens = 256, 4
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, hidden=hidden, experts=2, top_k=1, max_tokens_per_rank=tokens, device="cpu",
+                                dtype="fp8", scales="fp32", quantize=True)
+        x = np.full((tokens, hidden), 448.0 if world.rank else -448.0, dtype=np.float32)
+        bf16 = (x.view(np.uint32) >> 16).astype(np.uint16)
+        got = ep.dispatch(bf16, np.full((tokens, 1), 1 - world.rank), np.ones((tokens, 1), dtype=np.float32))
+        assert got.counts[0] == tokens
+        assert (got.rows[:tokens] == (0xFE if world.rank else 0x7E)).all()
+        np.testing.assert_array_equal(got.scales[:tokens], np.ones((tokens, 2), dtype=np.float32))
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(2), rank)

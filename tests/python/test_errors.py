@@ -1,0 +1,196 @@
+"""Exceptions: their classes, fields and texts; waits that end; and that what follows works."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import tokenyard
+from rig import Case, in_ranks
+
+
+def alone(**more):
+    case = Case(ranks=1)
+    return case, tokenyard.AllToAll(tokenyard.World.threads(1)[0], **(case.limits | more))
+
+
+def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
+    case, ep = alone()
+    x, ids, weights = case.x[0], case.ids[0], case.weights[0]
+    output, got = ep.output(x)
+    read_only = np.zeros((4, case.hidden), dtype=np.float32)
+    read_only.flags.writeable = False
+    counts = np.zeros(case.experts, dtype=np.int32)
+    wrong = [
+        (TypeError, "x is a list", lambda: ep.dispatch([1], ids, weights)),
+        (ValueError, "x has the shape", lambda: ep.dispatch(x[0], ids, weights)),
+        (TypeError, "x has elements I32: give rows of fp32", lambda: ep.dispatch(x.astype(np.int32), ids, weights)),
+        (TypeError, "x has elements of type <f8", lambda: ep.dispatch(x.astype(np.float64), ids, weights)),
+        (ValueError, "x runs backwards", lambda: ep.dispatch(x[::-1], ids, weights)),
+        (ValueError, "x has the strides", lambda: ep.dispatch(np.zeros((9, 128), dtype=np.float32)[:, ::2], ids, weights)),
+        (ValueError, "topk_idx has the shape", lambda: ep.dispatch(x, ids[:-1], weights)),
+        (TypeError, "topk_idx has elements Fp32", lambda: ep.dispatch(x, weights, weights)),
+        (ValueError, "topk_weights has the shape", lambda: ep.dispatch(x, ids, weights[:, :-1])),
+        (tokenyard.ArgumentError, "topk_weight", lambda: ep.dispatch(x, ids)),
+        (ValueError, 'layout is "heap"', lambda: tokenyard.Output("heap", got.rows, got.counts)),
+        (ValueError, "rows is read-only", lambda: tokenyard.Output("contiguous", read_only, counts)),
+        (ValueError, "counts has the strides", lambda: tokenyard.Output("contiguous", got.rows, np.zeros(14, dtype=np.int32)[::2])),
+        (ValueError, "rows has the shape", lambda: ep.dispatch_into(tokenyard.Output("contiguous", got.rows[:, :32], counts), x, ids, weights)),
+        (ValueError, "out has the shape", lambda: ep.combine(got.rows, handle, x[:, :32])),
+        (ValueError, 'device is "tpu"', lambda: alone(device="tpu")),
+        (ValueError, "timeout is -1", lambda: alone(timeout=-1.0)),
+        (tokenyard.ConfigError, "top_k is 0", lambda: alone(top_k=0)),
+        (TypeError, "unexpected keyword", lambda: alone(hiden=3)),
+        (OverflowError, "", lambda: alone(hidden=-1)),
+    ]
+    handle = ep.dispatch_into(output, x, ids, weights)
+    for kind, text, call in wrong:
+        with pytest.raises(kind) as raised:
+            call()
+        assert text in str(raised.value), (text, str(raised.value))
+    handle = ep.dispatch_into(output, x, ids, weights)
+    out = ep.combine(got.rows, handle)
+    weighted = (weights * (ids >= 0)).sum(1, keepdims=True)
+    np.testing.assert_allclose(out, x * weighted, rtol=1e-5, atol=1e-5)
+
+
+def test_routing_that_is_unusable_raises_with_the_handle_and_is_combined():
+    case, ep = alone()
+    ids = case.ids[0].copy()
+    ids[0] = [5, 5, 1]
+    with pytest.raises(tokenyard.RoutingError, match="rank 0, dispatch 1") as raised:
+        ep.dispatch(case.x[0], ids, case.weights[0])
+    assert (raised.value.rank, raised.value.epoch, raised.value.fatal) == (0, 1, False)
+    got = raised.value.dispatched
+    assert (ep.combine(got.rows, got.handle, np.ones_like(case.x[0])) == 0).all()
+    assert ep.dispatch(case.x[0], case.ids[0], case.weights[0]).handle is not None
+
+
+def test_an_output_without_room_says_how_much_is_needed():
+    case, ep = alone()
+    with pytest.raises(tokenyard.CapacityError) as raised:
+        ep.dispatch(case.x[0], case.ids[0], case.weights[0], capacity=3)
+    assert (raised.value.given, raised.value.needed) == (3, int((case.ids[0] >= 0).sum()))
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline():
+    case = Case(ranks=2)
+    limits = case.limits | {"timeout": 0.5}
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **limits)
+        if world.rank == 1:
+            world.barrier()
+            return None
+        start = time.monotonic()
+        with pytest.raises(tokenyard.TimeoutError) as raised:
+            ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+        assert time.monotonic() - start < 10
+        error = raised.value
+        assert (error.rank, error.peer, error.epoch, error.fatal) == (0, 1, 1, True) and error.seconds >= 0.5
+        assert error.wait in str(error)
+        with pytest.raises(tokenyard.TimeoutError):
+            ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(2), rank)
+
+
+def test_an_exception_of_an_all_gather_is_passed_on():
+    def all_gather(what, own, seconds):
+        raise KeyError(f"no {what}")
+
+    with pytest.raises(tokenyard.BootstrapError, match="all_gather raised KeyError"):
+        tokenyard.World.over(0, 2, all_gather)
+    world = tokenyard.World.over(0, 1, lambda what, own, seconds: [own])
+    assert world.all_gather(b"hello") == [b"hello"]
+    with pytest.raises(tokenyard.BootstrapError):
+        tokenyard.World.over(0, 1, lambda what, own, seconds: [17])
+
+
+def test_ctrl_c_ends_a_wait():
+    world, _other = tokenyard.World.threads(2)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        world.barrier()
+    assert time.monotonic() - start < 5
+    timer.join()
+
+
+def test_ctrl_c_ends_a_call_and_its_arrays_live_on():
+    case = Case(ranks=2)
+    limits = case.limits | {"timeout": 4.0}
+    ready, done = threading.Event(), threading.Event()
+    worlds = tokenyard.World.threads(2)
+
+    def absent():
+        ep = tokenyard.AllToAll(worlds[1], **limits)
+        ready.set()
+        done.wait(60)
+        del ep
+
+    other = threading.Thread(target=absent)
+    other.start()
+    ep = tokenyard.AllToAll(worlds[0], **limits)
+    ready.wait(20)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ep.dispatch(case.x[0].copy(), case.ids[0].copy(), case.weights[0].copy())
+    gc.collect()
+    filler = [np.full((case.tokens, case.hidden), 7, dtype=np.float32) for _ in range(50)]
+    time.sleep(5)  # the call ends by its own deadline
+    with pytest.raises(tokenyard.TimeoutError):
+        ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+    assert all((part == 7).all() for part in filler)
+    done.set()
+    other.join()
+
+
+def test_an_interpreter_ends_with_calls_and_contexts_alive():
+    program = """
+import numpy as np, threading, tokenyard
+worlds = tokenyard.World.threads(2)
+limits = dict(hidden=64, experts=4, top_k=2, max_tokens_per_rank=4, device="cpu", dtype="fp32", timeout=2.0)
+kept = [None, None]
+def rank(r):
+    kept[r] = tokenyard.AllToAll(worlds[r], **limits)
+threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+[t.start() for t in threads]; [t.join() for t in threads]
+def late():
+    try: kept[0].dispatch(np.zeros((4, 64), np.float32), np.zeros((4, 2), np.int32) + [0, 3], np.ones((4, 2), np.float32))
+    except tokenyard.Error as error: print(type(error).__name__, flush=True)
+threading.Thread(target=late, daemon=True).start()
+import time; time.sleep(0.3)
+print("ends", flush=True)
+"""
+    start = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended
+    assert ended.stdout.startswith("ends") and ended.stderr == "", ended
+    assert time.monotonic() - start < 30
+
+
+def test_many_contexts_leave_nothing_behind():
+    case = Case(ranks=1)
+
+    def some(n):
+        for _ in range(n):
+            ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+            got = ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+            ep.combine(got.rows, got.handle)
+        gc.collect()
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * 4096, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    some(50)
+    before, after = some(50), some(300)
+    assert after[0] < before[0] + (8 << 20), (before, after)
+    assert after[1:] == before[1:]

@@ -1,0 +1,129 @@
+"""Tensors of torch on the CPU, and groups of torch.distributed as worlds of processes."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tokenyard
+from rig import Case, in_ranks
+
+if os.environ.get("TOKENYARD_STRICT") == "1":
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+
+def test_importing_tokenyard_does_not_import_torch():
+    program = "import sys, tokenyard; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_of_each_dtype(dtype):
+    case = Case(seed=5)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    # Elements that every dtype holds exactly, and factors of which no product is rounded.
+    x = [torch.from_numpy(np.round(x * 4) / 4).to(dtype) for x in case.x]
+    weights = [torch.from_numpy(np.ceil(weights * 4) / 4) for weights in case.weights]
+    ids = [torch.from_numpy(ids) for ids in case.ids]
+    limits = case.limits | {"dtype": name, "combine_dtype": name}
+    step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-22}[dtype]
+
+    def rank(world):
+        ep, r = tokenyard.AllToAll(world, **limits), world.rank
+        got = ep.dispatch(x[r], ids[r], weights[r])
+        assert got.rows.dtype == dtype and got.counts.dtype == torch.int32
+        for i, expert in enumerate(ep.local_experts):
+            part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+            wanted = [x[s][t] for s in range(case.ranks) for t in range(case.count[s]) if expert in case.ids[s][t]]
+            assert torch.equal(got.rows[part], torch.stack(wanted) if wanted else x[0][:0])
+            got.rows[part] *= 2.0 ** (expert % 3)
+        out = ep.combine(got.rows, got.handle, tokens=case.count[r])
+        assert out.dtype == dtype
+        for t in range(case.count[r]):
+            terms = [float(weights[r][t, k]) * 2.0 ** (e % 3) * x[r][t].double()
+                     for k, e in enumerate(case.ids[r][t]) if e >= 0]
+            wanted = sum(terms) if terms else torch.zeros(case.hidden, dtype=torch.float64)
+            bound = step * (sum(term.abs() for term in terms) if terms else 0 * wanted)
+            assert ((out[t].double() - wanted).abs() <= bound).all()
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_tensors_that_are_none_of_ours_are_refused():
+    case = Case(ranks=1)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    x, ids, weights = (torch.from_numpy(value) for value in (case.x[0], case.ids[0], case.weights[0]))
+    with pytest.raises(TypeError, match="x has the dtype torch.complex64"):
+        ep.dispatch(x.to(torch.complex64), ids, weights)
+    with pytest.raises(ValueError, match="x is on meta"):
+        ep.dispatch(x.to("meta"), ids, weights)
+    with pytest.raises(TypeError, match="x is sparse|x has"):
+        ep.dispatch(x.to_sparse(), ids, weights)
+
+
+def test_the_guides_program_runs():
+    guide = (pathlib.Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    program = guide.partition("```python\n")[2].partition("```")[0]
+    assert "ep.combine" in program
+    small = {"World.from_env()": "World.threads(1)[0]", "7168": "64", "rank=128": "rank=128, device='cpu'"}
+    for old, new in small.items():
+        assert old in program
+        program = program.replace(old, new)
+    x, weights = torch.randn(5, 64).bfloat16(), torch.rand(5, 8)
+    given = {"x": x, "topk_idx": torch.arange(40).reshape(5, 8) * 6, "topk_weights": weights, "experts": lambda rows, counts: rows}
+    exec(program, given)  # noqa: S102: the repository's own page
+    wanted = x.float() * weights.sum(1, keepdim=True)
+    assert ((given["y"].float() - wanted).abs() <= 2.0**-6 * wanted.abs()).all()
+
+
+PROCESS = """
+import os, sys
+sys.path.insert(0, os.environ["RIG"])
+import numpy as np, torch, torch.distributed as dist, tokenyard
+from rig import Case
+way = sys.argv[1]
+if way == "group":
+    dist.init_process_group("gloo")
+    world = tokenyard.World.from_group()
+else:
+    world = tokenyard.World.from_env()
+case, r = Case(seed=6, ranks=2), world.rank
+assert (world.size, r) == (2, int(os.environ["RANK"]))
+ep = tokenyard.AllToAll(world, **case.limits)
+got = ep.dispatch(torch.from_numpy(case.x[r]), torch.from_numpy(case.ids[r]), torch.from_numpy(case.weights[r]))
+for i, expert in enumerate(ep.local_experts):
+    part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+    np.testing.assert_array_equal(got.rows[part].numpy(), case.rows_of(expert))
+    got.rows[part] = torch.from_numpy(case.expert(expert, got.rows[part].numpy()))
+out = ep.combine(got.rows, got.handle, tokens=case.count[r])
+np.testing.assert_allclose(out.numpy(), case.sums(r), rtol=1e-5, atol=1e-5)
+world.barrier()
+print("right", flush=True)
+if way == "group":
+    dist.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("way", ["group", "env"])
+def test_ranks_that_are_processes(way):
+    common = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": free_port(), "TOKENYARD_PORT": free_port(), "RIG": os.path.dirname(__file__)}
+    ranks = [subprocess.Popen([sys.executable, "-c", PROCESS, way], env=common | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert rank.returncode == 0 and out == "right\n", err
