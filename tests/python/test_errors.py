@@ -194,3 +194,14 @@ def test_many_contexts_leave_nothing_behind():
     before, after = some(50), some(300)
     assert after[0] < before[0] + (8 << 20), (before, after)
     assert after[1:] == before[1:]
+
+
+def test_the_program_runs_with_ranks_as_threads_and_as_processes():
+    command = [sys.executable, "-m", "tokenyard"]
+    bench = ["bench", "--device", "cpu", "--world", "2", "--hidden", "64", "--experts", "4", "--top-k", "2", "--tokens",
+             "4", "--iters", "2", "--warmup", "1", "--check", "all"]
+    for more in ([], ["--launch", "processes"]):
+        ended = subprocess.run([*command, *bench, *more], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0 and "yes" in ended.stdout, ended
+    ended = subprocess.run([*command, "bench", "--wold", "2"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "--wold" in ended.stderr, ended

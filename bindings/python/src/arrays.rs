@@ -84,7 +84,7 @@ pub(super) enum Place {
 /// An array: its memory, shape and strides. Keeps the Python object, and so the memory, alive.
 pub(super) struct Array {
     name: &'static str,
-    pub owner: Py<PyAny>,
+    _owner: Py<PyAny>,
     pointer: u64,
     shape: Vec<usize>,
     /// In bytes.
@@ -130,7 +130,7 @@ impl Array {
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
         strides.iter_mut().for_each(|stride| *stride *= element.bytes());
-        Ok(Array { name, owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, _owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
     }
 
     fn of_interface(
@@ -164,7 +164,7 @@ impl Array {
             }
             None => packed(&shape, element.bytes()),
         };
-        Ok(Array { name, owner: value.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, _owner: value.clone().unbind(), pointer, shape, strides, element, place })
     }
 
     /// Elements of the first dimension.

@@ -13,13 +13,23 @@ mod errors;
 mod worlds;
 
 use pyo3::prelude::*;
+use std::path::PathBuf;
 use tokenyard::cli;
 use tokenyard::internals::COMMIT;
 
-/// Runs the program `tokenyard` with these arguments, and returns its exit status.
+/// Runs the program `tokenyard` with these arguments, and returns its exit status. `program`: a file that does the
+/// same, which `--launch processes` starts for each rank; refused without.
 #[pyfunction]
-fn run_program(py: Python<'_>, arguments: Vec<String>) -> u8 {
-    py.detach(|| cli::run(arguments, cli::Host::process(&mut std::io::stdout())).into())
+#[pyo3(signature = (arguments, program=None))]
+fn run_program(py: Python<'_>, arguments: Vec<String>, program: Option<PathBuf>) -> u8 {
+    py.detach(|| {
+        let mut out = std::io::stdout();
+        let host = match program {
+            Some(program) => cli::Host::process(&mut out).program(program),
+            None => cli::Host::new(&mut out),
+        };
+        cli::run(arguments, host).into()
+    })
 }
 
 #[pymodule]

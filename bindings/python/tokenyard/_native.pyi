@@ -27,7 +27,7 @@ __all__ = [
 
 version: str
 
-def run_program(arguments: Sequence[str]) -> int: ...
+def run_program(arguments: Sequence[str], program: Optional[str] = None) -> int: ...
 
 class Error(RuntimeError):
     fatal: bool
