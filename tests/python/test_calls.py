@@ -137,3 +137,60 @@ def test_quantised_rows_and_scales():
         world.barrier()
 
     in_ranks(tokenyard.World.threads(2), rank)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked", "token"])
+def test_exact_outputs_have_the_rows_that_come(layout):
+    case = Case(seed=8)
+
+    def rank(world):
+        ep, r = tokenyard.AllToAll(world, **case.limits), world.rank
+        got = ep.dispatch(case.x[r], case.ids[r], case.weights[r], layout=layout, align=4, exact=True)
+        wanted = [case.rows_of(expert) for expert in ep.local_experts]
+        np.testing.assert_array_equal(got.counts, [len(rows) for rows in wanted])
+        if layout == "contiguous":
+            assert len(got.rows) == sum(-(-len(rows) // 4) * 4 for rows in wanted)
+            check_rows(case, ep, got.rows, got.counts, lambda i: got.offsets[i])
+        elif layout == "masked":
+            assert got.rows.shape[1] == max(len(rows) for rows in wanted)
+            for i, rows in enumerate(wanted):
+                np.testing.assert_array_equal(got.rows[i, : len(rows)], rows)
+        else:
+            here = [case.x[s][t] for s in range(case.ranks) for t in range(case.count[s])
+                    if any(e >= 0 and case.owner(e) == r for e in case.ids[s][t])]
+            np.testing.assert_array_equal(got.rows, here)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_new_rows_by_an_earlier_handle_and_payloads_of_combine():
+    case = Case(seed=9)
+
+    def rank(world):
+        ep, r = tokenyard.AllToAll(world, **case.limits, payload_words=2 * case.top_k), world.rank
+        got = ep.dispatch(case.x[r], case.ids[r], case.weights[r])
+        rows = np.zeros_like(got.rows)
+        ep.dispatch_again(got.handle, case.x[r] * 3, rows)
+        payload = poisoned((len(rows), 2))
+        for i, expert in enumerate(ep.local_experts):
+            part = slice(got.offsets[i], got.offsets[i] + got.counts[i])
+            np.testing.assert_array_equal(rows[part], case.rows_of(expert) * np.float32(3))
+            payload[part] = np.stack([rows[part, 0] * (expert + 1), np.full(got.counts[i], -0.0, np.float32)], axis=1)
+        n = case.count[r]
+        gathered, summed = poisoned((n, case.top_k, 2)), poisoned((n, 2))
+        ep.combine(rows, got.handle, tokens=n, payload=payload, payload_out=gathered)
+        out = ep.combine(rows, got.handle, tokens=n, payload=payload, payload_out=summed)
+        wanted = np.zeros((n, case.top_k, 2), dtype=np.float32)
+        for t, k in np.ndindex(case.ids[r].shape):
+            if (e := case.ids[r][t, k]) >= 0:
+                wanted[t, k] = [case.x[r][t, 0] * np.float32(3) * np.float32(e + 1), -0.0]
+        np.testing.assert_array_equal(gathered.view(np.uint32), wanted.view(np.uint32))
+        np.testing.assert_allclose(summed, wanted.sum(1), rtol=BOUND, atol=BOUND)
+        weighted = (case.weights[r] * (case.ids[r] >= 0)).sum(1, keepdims=True)
+        np.testing.assert_allclose(out, 3 * case.x[r] * weighted, rtol=BOUND, atol=BOUND)
+        with pytest.raises(ValueError, match="one of payload and payload_out is missing"):
+            ep.combine(rows, got.handle, tokens=n, payload=payload)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(case.ranks), rank)

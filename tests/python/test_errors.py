@@ -60,12 +60,13 @@ def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
     np.testing.assert_allclose(out, x * weighted, rtol=1e-5, atol=1e-5)
 
 
-def test_routing_that_is_unusable_raises_with_the_handle_and_is_combined():
+@pytest.mark.parametrize("exact", [False, True])
+def test_routing_that_is_unusable_raises_with_the_handle_and_is_combined(exact):
     case, ep = alone()
     ids = case.ids[0].copy()
     ids[0] = [5, 5, 1]
     with pytest.raises(tokenyard.RoutingError, match="rank 0, dispatch 1") as raised:
-        ep.dispatch(case.x[0], ids, case.weights[0])
+        ep.dispatch(case.x[0], ids, case.weights[0], exact=exact)
     assert (raised.value.rank, raised.value.epoch, raised.value.fatal) == (0, 1, False)
     got = raised.value.dispatched
     assert (ep.combine(got.rows, got.handle, np.ones_like(case.x[0])) == 0).all()
@@ -198,7 +199,7 @@ def test_many_contexts_leave_nothing_behind():
 
 def test_the_program_runs_with_ranks_as_threads_and_as_processes():
     command = [sys.executable, "-m", "tokenyard"]
-    bench = ["bench", "--device", "cpu", "--world", "2", "--hidden", "64", "--experts", "4", "--top-k", "2", "--tokens",
+    bench = ["bench", "--device", "cpu", "--world", "2", "--hidden", "128", "--experts", "4", "--top-k", "2", "--tokens",
              "4", "--iters", "2", "--warmup", "1", "--check", "all"]
     for more in ([], ["--launch", "processes"]):
         ended = subprocess.run([*command, *bench, *more], capture_output=True, text=True, timeout=120)

@@ -5,7 +5,8 @@ use super::errors;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tokenyard::{
-    Device, Dtype, IndexType, Layout, RowFormat, ScaleOrder, ScaleView, Scales, Strides, TokenCount, Weights,
+    Device, Dtype, IndexType, Layout, NewRows, Payload, Placed, RowFormat, ScaleOrder, ScaleView, Scales, Strides,
+    TokenCount, View, Weights,
 };
 
 /// Refuses a word that is none of those known.
@@ -55,6 +56,80 @@ pub(super) struct Given<'a, 'py> {
     pub count: Option<&'a Bound<'py, PyAny>>,
 }
 
+/// The number of tokens that an array on the device holds, or the number of rows.
+fn token_count(device: &Device, count: Option<&Bound<'_, PyAny>>, rows: usize) -> PyResult<TokenCount> {
+    let Some(count) = count else { return Ok(TokenCount::Host(rows)) };
+    let count = Array::of("count", count, false)?;
+    count.must_be_shaped(&[1])?;
+    count.must_hold(&[Element::I32])?;
+    Ok(TokenCount::Device(count.view(device)?))
+}
+
+/// Scales of tokens.
+fn scale_view(device: &Device, scales: &Bound<'_, PyAny>) -> PyResult<ScaleView> {
+    let scales = Array::of("scales", scales, false)?;
+    scales.must_have(2)?;
+    scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
+    let (token_bytes, word_bytes) = scales.strides();
+    Ok(ScaleView::new(scales.view(device)?, token_bytes, word_bytes))
+}
+
+/// New rows of a dispatch by an earlier handle. `rows`: dtype of `x`.
+pub(super) fn new_rows(
+    device: &Device,
+    x: &Bound<'_, PyAny>,
+    scales: Option<&Bound<'_, PyAny>>,
+    count: Option<&Bound<'_, PyAny>>,
+    rows: Dtype,
+) -> PyResult<NewRows> {
+    let x = Array::of("x", x, false)?;
+    x.must_have(2)?;
+    x.must_be_rows_of(rows)?;
+    let mut to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?);
+    if x.len() > 1 {
+        to = to.pitch_bytes(x.pitch()?);
+    }
+    let scales = scales.map(|scales| scale_view(device, scales)).transpose()?;
+    Ok(to.scales(scales))
+}
+
+/// Where they go. `dtype`: of the rows.
+pub(super) fn placed(
+    device: &Device,
+    rows: &Bound<'_, PyAny>,
+    scales: Option<&Bound<'_, PyAny>>,
+    column_major: bool,
+    dtype: Dtype,
+) -> PyResult<Placed> {
+    let rows = Array::of("rows", rows, true)?;
+    rows.must_be_rows_of(dtype)?;
+    rows.must_be_contiguous()?;
+    let mut to = Placed::new(rows.view(device)?);
+    if let Some(scales) = scales {
+        let scales = Array::of("row_scales", scales, true)?;
+        scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
+        scales.must_be_contiguous()?;
+        let order = if column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor };
+        to = to.scales(scales.view(device)?).scale_order(order);
+    }
+    Ok(to)
+}
+
+/// A side payload of combine, and where it goes.
+pub(super) fn payload(device: &Device, given: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<(Payload, View)> {
+    let (given, out) = (Array::of("payload", given, false)?, Array::of("payload_out", out, true)?);
+    for array in [&given, &out] {
+        array.must_hold(&[Element::Fp32])?;
+        array.must_be_contiguous()?;
+    }
+    let words = given.shape().last().copied().unwrap_or(0);
+    let gathered = out.shape().len() == 3;
+    if out.shape().last() != Some(&words) || out.shape().len() < 2 {
+        out.must_be_shaped(&[out.len(), words])?;
+    }
+    Ok((Payload { view: given.view(device)?, words, gathered }, out.view(device)?))
+}
+
 /// The tokens of a call. `rows`: dtype of `x`. The lengths of arrays are compared here, the rest by the call.
 pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyResult<tokenyard::Tokens> {
     let x = Array::of("x", given.x, false)?;
@@ -65,15 +140,7 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
     ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
     let (tokens, choices) = (x.len(), ids.shape().get(1).copied().unwrap_or(0));
     ids.must_be_shaped(&[tokens, choices])?;
-    let count = match given.count {
-        None => TokenCount::Host(tokens),
-        Some(count) => {
-            let count = Array::of("count", count, false)?;
-            count.must_be_shaped(&[1])?;
-            count.must_hold(&[Element::I32])?;
-            TokenCount::Device(count.view(device)?)
-        }
-    };
+    let count = token_count(device, given.count, tokens)?;
     let strides_of = |array: &Array| {
         let (token_bytes, choice_bytes) = array.strides();
         Strides { token_bytes, choice_bytes }
@@ -103,11 +170,7 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
         }
     }
     if let Some(scales) = given.scales {
-        let scales = Array::of("scales", scales, false)?;
-        scales.must_have(2)?;
-        scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
-        let (token_bytes, word_bytes) = scales.strides();
-        to = to.scales(ScaleView::new(scales.view(device)?, token_bytes, word_bytes));
+        to = to.scales(scale_view(device, scales)?);
     }
     Ok(to)
 }

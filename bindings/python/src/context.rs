@@ -7,6 +7,7 @@ use super::errors;
 use super::worlds::World;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::{PyClass, PyClassInitializer};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokenyard::{Combined, Device, DeviceKind, Dtype, Rows, Stream};
@@ -67,13 +68,19 @@ fn device_of(py: Python<'_>, name: &str, local_rank: usize) -> PyResult<Device> 
     device.map_err(|error| errors::raised(py, &error))
 }
 
+/// A time that Python gives in seconds.
+fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}: give seconds from 0 on")))
+}
+
 #[pymethods]
 impl Context {
     #[new]
     #[pyo3(signature = (
         world, *, hidden, experts, top_k, max_tokens_per_rank, device="cuda", dtype="bf16", scales=None,
         quantize=false, combine_dtype="bf16", weights="dispatch", timeout=30.0, sms=None, placement=None,
-        duplicates=false,
+        duplicates=false, payload_words=0,
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
@@ -94,9 +101,9 @@ impl Context {
         sms: Option<u32>,
         placement: Option<Vec<u32>>,
         duplicates: bool,
+        payload_words: usize,
     ) -> PyResult<Context> {
-        let timeout = Duration::try_from_secs_f64(timeout)
-            .map_err(|_| PyValueError::new_err(format!("timeout is {timeout}: give seconds above 0")))?;
+        let timeout = duration("timeout", timeout)?;
         let device = device_of(py, device, world.inner.local_rank())?;
         let (rows, combine) = (calls::row_format(py, dtype, scales)?, calls::dtype("combine_dtype", combine_dtype)?);
         let mut builder = tokenyard::AllToAll::builder(&world.inner)
@@ -110,7 +117,7 @@ impl Context {
             .combine_dtype(combine)
             .weights(calls::weights(weights)?)
             .timeout(timeout)
-            .tuning(|tuning| tuning.duplicates = duplicates);
+            .tuning(|tuning| (tuning.duplicates, tuning.payload_words) = (duplicates, payload_words));
         if let Some(sms) = sms {
             builder = builder.sms(sms);
         }
@@ -163,12 +170,12 @@ impl Context {
         match self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count, Some(output.as_any())]) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
-            Err(raised) => Err(with_handle(py, raised, handle)),
+            Err(raised) => Err(with(py, raised, "handle", handle)),
         }
     }
 
-    /// The sending half of a dispatch.
-    #[pyo3(signature = (x, topk_idx, topk_weights=None, *, scales=None, count=None, stream=0))]
+    /// The sending half of a dispatch. With `counts` the host can ask for its counts before it is received.
+    #[pyo3(signature = (x, topk_idx, topk_weights=None, *, scales=None, count=None, counts=false, stream=0))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn dispatch_send(
@@ -179,17 +186,59 @@ impl Context {
         topk_weights: Option<&Bound<'_, PyAny>>,
         scales: Option<&Bound<'_, PyAny>>,
         count: Option<&Bound<'_, PyAny>>,
+        counts: bool,
         stream: u64,
     ) -> PyResult<Sent> {
         let given = Given { x, topk_idx, topk_weights, scales, count };
         let tokens = calls::tokens(&self.device, &given, self.input())?;
         let stream = self.stream(py, stream)?;
-        let sent = self.enqueued(py, || self.ep.dispatch_send(&stream, &tokens))?;
-        self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count])?;
-        Ok(Sent {
-            inner: Mutex::new(Some(sent)),
-            _arrays: kept([Some(x), Some(topk_idx), topk_weights, scales, count]),
-        })
+        let send = || match counts {
+            true => self.ep.dispatch_send_counts(&stream, &tokens),
+            false => self.ep.dispatch_send(&stream, &tokens),
+        };
+        let sent = self.enqueued(py, send)?;
+        let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count];
+        let sent = Sent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
+        match self.finished(py, arrays) {
+            Ok(()) => Ok(sent),
+            // It is to be received, as on the other ranks.
+            Err(raised) => Err(with(py, raised, "sent", sent)),
+        }
+    }
+
+    /// Waits for the counts of a dispatch that was sent with `counts`: rows of each local expert, and rows in the token
+    /// layout from each rank.
+    fn counts(&self, py: Python<'_>, sent: &Sent, seconds: f64) -> PyResult<(Vec<usize>, Vec<usize>)> {
+        let seconds = duration("seconds", seconds)?;
+        // Not under the lock: another thread that wants it may hold the interpreter's.
+        let given = taken(&sent.inner, "sent")?;
+        let found = errors::wait(py, || self.ep.counts(&given, seconds));
+        *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(given);
+        found.map(|counts| (counts.experts, counts.sources))
+    }
+
+    /// Sends new rows to the places that those of an earlier dispatch had in its output: the same tokens, without
+    /// routing. `rows` has the layout and capacity of that output.
+    #[pyo3(signature = (handle, x, rows, *, scales=None, row_scales=None, column_major=false, count=None, stream=0))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn dispatch_again(
+        &self,
+        py: Python<'_>,
+        handle: &Handle,
+        x: &Bound<'_, PyAny>,
+        rows: &Bound<'_, PyAny>,
+        scales: Option<&Bound<'_, PyAny>>,
+        row_scales: Option<&Bound<'_, PyAny>>,
+        column_major: bool,
+        count: Option<&Bound<'_, PyAny>>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let tokens = calls::new_rows(&self.device, x, scales, count, self.input())?;
+        let placed = calls::placed(&self.device, rows, row_scales, column_major, self.rows)?;
+        let stream = self.stream(py, stream)?;
+        self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
+        self.finished(py, [Some(x), Some(rows), scales, row_scales, count])
     }
 
     /// The receiving half.
@@ -206,12 +255,16 @@ impl Context {
         let handle = Handle { inner };
         match self.finished(py, [Some(output.as_any())]) {
             Ok(()) => Ok(handle),
-            Err(raised) => Err(with_handle(py, raised, handle)),
+            Err(raised) => Err(with(py, raised, "handle", handle)),
         }
     }
 
-    /// Returns the experts' rows to their tokens' source ranks, as weighted sums in `out`.
-    #[pyo3(signature = (rows, handle, out, *, topk_weights=None, accumulate=false, stream=0))]
+    /// Returns the experts' rows to their tokens' source ranks, as weighted sums in `out`. `payload`: fp32 words beside
+    /// each row, `[rows, words]`; `payload_out` gets their sums `[tokens, words]`, or with three dimensions each
+    /// choice's words `[tokens, top_k, words]`.
+    #[pyo3(signature = (
+        rows, handle, out, *, topk_weights=None, accumulate=false, payload=None, payload_out=None, stream=0
+    ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn combine(
@@ -222,12 +275,20 @@ impl Context {
         out: &Bound<'_, PyAny>,
         topk_weights: Option<&Bound<'_, PyAny>>,
         accumulate: bool,
+        payload: Option<&Bound<'_, PyAny>>,
+        payload_out: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
-        let (from, to) = (self.expert_rows(rows, topk_weights)?, self.sums(out, accumulate)?);
+        let (mut from, mut to) = (self.expert_rows(rows, topk_weights)?, self.sums(out, accumulate)?);
+        if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
+            let (given, got) = calls::payload(&self.device, payload, payload_out)?;
+            (from, to) = (from.payload(given), to.payload(got));
+        } else if payload.is_some() || payload_out.is_some() {
+            return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
+        }
         let stream = self.stream(py, stream)?;
         self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(py, [Some(rows), Some(out), topk_weights])
+        self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out])
     }
 
     /// The sending half of a combine.
@@ -243,8 +304,12 @@ impl Context {
         let from = self.expert_rows(rows, topk_weights)?;
         let stream = self.stream(py, stream)?;
         let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
-        self.finished(py, [Some(rows), topk_weights])?;
-        Ok(CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept([Some(rows), topk_weights]) })
+        let arrays = [Some(rows), topk_weights];
+        let sent = CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
+        match self.finished(py, arrays) {
+            Ok(()) => Ok(sent),
+            Err(raised) => Err(with(py, raised, "sent", sent)),
+        }
     }
 
     /// The receiving half.
@@ -378,9 +443,12 @@ fn kept<const N: usize>(arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>
     arrays.into_iter().flatten().map(|array| array.clone().unbind()).collect()
 }
 
-/// The exception, with the handle that is to be combined.
-fn with_handle(py: Python<'_>, raised: PyErr, handle: Handle) -> PyErr {
-    let attached = Py::new(py, handle).and_then(|handle| raised.value(py).setattr("handle", handle));
+/// The exception, with what the call that raised it made all the same.
+fn with<T>(py: Python<'_>, raised: PyErr, name: &str, made: T) -> PyErr
+where
+    T: PyClass + Into<PyClassInitializer<T>>,
+{
+    let attached = Py::new(py, made).and_then(|made| raised.value(py).setattr(name, made));
     attached.err().unwrap_or(raised)
 }
 
@@ -388,6 +456,8 @@ fn with_handle(py: Python<'_>, raised: PyErr, handle: Handle) -> PyErr {
 fn taken<T>(place: &Mutex<Option<T>>, name: &str) -> PyResult<T> {
     let found = place.lock().unwrap_or_else(PoisonError::into_inner).take();
     found.ok_or_else(|| {
-        PyValueError::new_err(format!("{name} was received already: receive each half once, and send again"))
+        PyValueError::new_err(format!(
+            "{name} was received already, or another thread uses it: receive each half once, and send again"
+        ))
     })
 }

@@ -35,7 +35,8 @@ class AllToAll:
     `scales` (None, "fp32", "ue8m0") are of dispatched rows; with `quantize` dispatch takes bf16 and makes them.
     `combine_dtype` is of the experts' outputs. `weights` come with "dispatch", with "combine", or are "none" of the
     library's business. `timeout`: seconds for which calls wait. `placement`: the rank of each expert; by default
-    expert e is on rank e * ranks // experts. `duplicates`: a token may name an expert several times.
+    expert e is on rank e * ranks // experts. `duplicates`: a token may name an expert several times. `payload_words`:
+    most words of a token's side payload in combine.
 
     On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
     current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
@@ -60,14 +61,15 @@ class AllToAll:
         sms: Optional[int] = None,
         placement: Optional[Sequence[int]] = None,
         duplicates: bool = False,
+        payload_words: int = 0,
     ) -> None:
         self._context = _native.Context(
             world, hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, device=device,
             dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype, weights=weights,
-            timeout=timeout, sms=sms, placement=placement, duplicates=duplicates,
+            timeout=timeout, sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
         )
         self._hidden, self._top_k, self._dtype, self._scales = hidden, top_k, dtype, scales
-        self._tokens, self._combine_dtype = max_tokens_per_rank, combine_dtype
+        self._tokens, self._combine_dtype, self._timeout = max_tokens_per_rank, combine_dtype, timeout
         self._experts = self._context.local_experts
         self._most_tokens = world.size * max_tokens_per_rank
         self._most_rows = self._most_tokens * (top_k if duplicates else min(top_k, len(self._experts)))
@@ -118,13 +120,19 @@ class AllToAll:
         layout: str = "contiguous",
         align: int = 1,
         capacity: Optional[int] = None,
+        exact: bool = False,
     ) -> Dispatched:
         """Sends `x` `[tokens, hidden]` to the experts `topk_idx` `[tokens, top_k]` (int32 or int64, -1 for none).
 
         `topk_weights`: fp32 `[tokens, top_k]`, where weights come with dispatch. `count`: int32 `[1]` on the device, of
         how many tokens there are. `layout`, `align` and `capacity` are those of `output`. An error of a call that took
         place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the other ranks do.
+
+        `exact`: the host waits for the counts, and outputs have exactly as many rows as come (and the masked layout as
+        many as the fullest expert has). Not while a graph is captured.
         """
+        if exact:
+            return self._dispatch_exact(x, topk_idx, topk_weights, scales, count, stream, layout, align)
         output, got = self.output(x, layout=layout, align=align, capacity=capacity)
         try:
             handle = self.dispatch_into(output, x, topk_idx, topk_weights, scales=scales, count=count, stream=stream)
@@ -133,6 +141,29 @@ class AllToAll:
                 error.dispatched = got._replace(handle=error.handle)
             raise
         return got._replace(handle=handle)
+
+    def _dispatch_exact(
+        self, x: Any, topk_idx: Any, topk_weights: Any, scales: Any, count: Any, stream: Any, layout: str, align: int
+    ) -> Dispatched:
+        failure: Optional[_native.Error] = None
+        try:
+            sent = self.dispatch_send(x, topk_idx, topk_weights, scales=scales, count=count, counts=True, stream=stream)
+        except _native.Error as error:
+            if not hasattr(error, "sent"):
+                raise
+            # Unusable routing: the dispatch goes on without this rank's tokens.
+            failure, sent = error, error.sent
+        experts, sources = self.counts(sent)
+        if layout == "contiguous":
+            capacity = sum(-(-rows // align) * align for rows in experts)
+        else:
+            capacity = max(experts, default=0) if layout == "masked" else sum(sources)
+        output, got = self.output(x, layout=layout, align=align, capacity=capacity)
+        got = got._replace(handle=self.dispatch_recv(sent, output, stream=stream))
+        if failure is not None:
+            failure.dispatched = got
+            raise failure
+        return got
 
     def dispatch_into(
         self,
@@ -150,11 +181,53 @@ class AllToAll:
         return self._context.dispatch(x, topk_idx, topk_weights, output, scales=scales, count=count, stream=on)
 
     def dispatch_send(
-        self, x: Any, topk_idx: Any, topk_weights: Any = None, *, scales: Any = None, count: Any = None, stream: Any = None
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        scales: Any = None,
+        count: Any = None,
+        counts: bool = False,
+        stream: Any = None,
     ) -> Sent:
-        """The sending half of a dispatch: other work of the stream may follow, and then `dispatch_recv`."""
+        """The sending half of a dispatch: other work of the stream may follow, and then `dispatch_recv`.
+
+        With `counts` the host can ask for `counts(sent)` in between, and make an output of exactly as many rows.
+        """
         on = _stream(x) if stream is None else _address(stream)
-        return self._context.dispatch_send(x, topk_idx, topk_weights, scales=scales, count=count, stream=on)
+        return self._context.dispatch_send(
+            x, topk_idx, topk_weights, scales=scales, count=count, counts=counts, stream=on
+        )
+
+    def counts(self, sent: Sent, seconds: Optional[float] = None) -> Tuple[List[int], List[int]]:
+        """Waits until the counts of a sent dispatch are known: rows of each local expert, and rows from each rank.
+
+        The second list counts tokens, which are rows in the token layout. `seconds`: by default the context's timeout.
+        """
+        return self._context.counts(sent, self._timeout if seconds is None else seconds)
+
+    def dispatch_again(
+        self,
+        handle: Handle,
+        x: Any,
+        rows: Any,
+        *,
+        scales: Any = None,
+        row_scales: Any = None,
+        column_major: bool = False,
+        count: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """Sends new rows `x` of the same tokens to the places that the handle's dispatch gave them, in `rows`.
+
+        `rows` has the layout and capacity of that dispatch's output. Padding stays as it is. The backward of a combine:
+        gradients of sums go to the experts' rows.
+        """
+        on = _stream(x) if stream is None else _address(stream)
+        self._context.dispatch_again(
+            handle, x, rows, scales=scales, row_scales=row_scales, column_major=column_major, count=count, stream=on
+        )
 
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: Any = None) -> Handle:
         """The receiving half, once for each `sent`. `stream`: by default the one that is current in torch."""
@@ -169,17 +242,24 @@ class AllToAll:
         tokens: Optional[int] = None,
         topk_weights: Any = None,
         accumulate: bool = False,
+        payload: Any = None,
+        payload_out: Any = None,
         stream: Any = None,
     ) -> Any:
         """Returns the experts' outputs as weighted sums `[tokens, hidden]`, in `out` if it is given.
 
         `rows` are in the layout of the dispatch. `tokens`: of this rank, by default `max_tokens_per_rank`; not needed
         with `out`. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
+        `payload`: fp32 words beside each row, `[rows, words]`, of which `payload_out` gets the sums `[tokens, words]`,
+        or each choice's words `[tokens, top_k, words]`, with their bits.
         """
         if out is None:
             out = _maker(rows)((self._tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
         on = _stream(rows) if stream is None else _address(stream)
-        self._context.combine(rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, stream=on)
+        self._context.combine(
+            rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, payload=payload,
+            payload_out=payload_out, stream=on,
+        )
         return out
 
     def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: Any = None) -> CombineSent:

@@ -32,6 +32,7 @@ def run_program(arguments: Sequence[str], program: Optional[str] = None) -> int:
 class Error(RuntimeError):
     fatal: bool
     handle: Handle
+    sent: Any
     dispatched: Any
 
 class ArgumentError(Error, ValueError): ...
@@ -154,6 +155,7 @@ class Context:
         sms: Optional[int] = None,
         placement: Optional[Sequence[int]] = None,
         duplicates: bool = False,
+        payload_words: int = 0,
     ) -> Context: ...
     @property
     def local_experts(self) -> List[int]: ...
@@ -171,11 +173,41 @@ class Context:
         stream: int = 0,
     ) -> Handle: ...
     def dispatch_send(
-        self, x: Any, topk_idx: Any, topk_weights: Any = None, *, scales: Any = None, count: Any = None, stream: int = 0
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        *,
+        scales: Any = None,
+        count: Any = None,
+        counts: bool = False,
+        stream: int = 0,
     ) -> Sent: ...
+    def counts(self, sent: Sent, seconds: float) -> Tuple[List[int], List[int]]: ...
+    def dispatch_again(
+        self,
+        handle: Handle,
+        x: Any,
+        rows: Any,
+        *,
+        scales: Any = None,
+        row_scales: Any = None,
+        column_major: bool = False,
+        count: Any = None,
+        stream: int = 0,
+    ) -> None: ...
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: int = 0) -> Handle: ...
     def combine(
-        self, rows: Any, handle: Handle, out: Any, *, topk_weights: Any = None, accumulate: bool = False, stream: int = 0
+        self,
+        rows: Any,
+        handle: Handle,
+        out: Any,
+        *,
+        topk_weights: Any = None,
+        accumulate: bool = False,
+        payload: Any = None,
+        payload_out: Any = None,
+        stream: int = 0,
     ) -> None: ...
     def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: int = 0) -> CombineSent: ...
     def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: int = 0) -> None: ...
