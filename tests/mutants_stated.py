@@ -129,7 +129,7 @@ GROUPS = [
         ("compact handles know no rows of choices", "kernels/combine/send.cuh",
          "if (row.choice == lane_index()) own =", "if (row.choice == lane_index() + 1) own ="),
         ("words that go while rows are loaded are all", "kernels/combine/send.cuh",
-         "  while (carries_payload(a) && words.first < a.payload_words) send();\n", ""),
+         "    if (beside) send_all();\n", ""),
         ("a word of LL rows has arrived once it is not 0", "kernels/combine/payload.cuh",
          "return word >> 32 != 0; }", "return word != 0 && static_cast<u32>(word) != 0; }"),
         ("words of LL rows have always arrived", "kernels/combine/payload.cuh", "return word >> 32 != 0; }", "return word >> 32 < 2; }"),

@@ -256,8 +256,8 @@ impl Shape {
         self.sum_bytes() + self.payload_bytes(self.payload.map_or(0, |words| words.of_token))
     }
 
-    /// Bytes of so many words behind a partial row, which stays a multiple of 16. Behind an LL row, which only worlds of
-    /// one node have, a word takes 8.
+    /// Bytes of so many words behind a partial row, which stays a multiple of 16. Behind an LL row, which only worlds
+    /// of one node have, a word takes 8.
     fn payload_bytes(&self, words: usize) -> usize {
         let each = if self.nodes.members().len() > 1 { 4 } else { 8 };
         (each * words).next_multiple_of(16)

@@ -711,18 +711,23 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   }
   Columns columns = columns_of<Partial>(c, piece);
   bool ll = ll_rows<inter_node>(c);
-  // Words are loaded before the rows, and added while those are under way, or before.
-  SentWords words{};
-  if (carries_payload(a) && piece.first == 0) words = take_words(a, own);
-  auto send = [&] { send_words(a, words, reinterpret_cast<u64>(out), ll); };
-  auto send_all = [&] {
-    TY_ROLLED
-    while (words.first < a.payload_words) send();
-  };
-  bool beside = carries_payload(a) && has_spare_registers(c);
-  if (carries_payload(a) && !beside) send_all();
-  sum_rows<Row, Partial>(a, terms, count, columns, out, ll, beside, send);
-  if (beside) send_all();
+  // Known by the type: a branch that is merely never taken would cost other kernels registers.
+  if constexpr (requires { a.brings_words; }) {
+    // Words are loaded before the rows, and added while those are under way, or before.
+    bool beside = has_spare_registers(c);
+    SentWords words{};
+    if (piece.first == 0) words = take_words(a, own);
+    auto send = [&] { send_words(a, words, reinterpret_cast<u64>(out), ll); };
+    auto send_all = [&] {
+      TY_ROLLED
+      while (words.first < a.payload_words) send();
+    };
+    if (!beside) send_all();
+    sum_rows<Row, Partial>(a, terms, count, columns, out, ll, beside, send);
+    if (beside) send_all();
+  } else {
+    sum_rows<Row, Partial>(a, terms, count, columns, out, ll, false, Nothing{});
+  }
   if (ll) {
     warp_barrier(); // the list is read
     if (piece.parts == row_parts && ++held.count == most_held_tags) raise_tags<inter_node>(c, held, round.epoch);

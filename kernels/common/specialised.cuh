@@ -75,7 +75,9 @@ static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offset
               "the same bytes");
 
 // A combine of rows with a side payload: of any kind, and of the usual kind, of bf16 rows and sums.
-struct PayloadArgs : ty_combine_args {};
+struct PayloadArgs : ty_combine_args {
+  static constexpr bool brings_words = true;
+};
 template <bool inter_node, u32 is_layout, bool ll> struct SpecialisedPayloadArgs {
   SpecialisedContext<inter_node, Specialised::nothing_else, ll> context;
   SpecialisedHandle<inter_node> handle;
@@ -83,6 +85,7 @@ template <bool inter_node, u32 is_layout, bool ll> struct SpecialisedPayloadArgs
   u32 tokens, unused[5];
   u64 payload, payload_out;
   u32 payload_words, payload_gathered, payload_offset, reserved;
+  static constexpr bool brings_words = true;
   static constexpr u64 wait_times = 0;
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;

@@ -30,8 +30,7 @@ struct Side {
 /// Words of a token's payload in a context that has some.
 const WORDS: usize = 7;
 
-/// The words that a combine has beside each row, and whether they are gathered: other ones in each call, and mostly none
-/// twice in a row.
+/// The words that a combine has beside each row, and whether they are gathered: other ones in each call.
 fn payload_of(salt: usize) -> (usize, bool) {
     [(2, false), (0, false), (3, true), (1, true), (0, false), (7, false)][salt % 6]
 }
