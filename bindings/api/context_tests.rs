@@ -157,7 +157,7 @@ fn ll_rows_of_small_calls_lie_apart_from_tagged_rows() {
     let with = Payload { view: ep.device().alloc(64).unwrap().view(), words: 3, gathered: false };
     let payload = Some(with.size(false, &ep.own_kind().shape).unwrap());
     let paid = regions(&CallFormat { payload, ..few });
-    assert!(paid.partials.offset == own.partials.offset && paid.partial_tags.source_stride > 0);
+    assert!(paid.partials.offset == small.partials.offset && paid.partial_tags.source_stride == 0);
     // More tokens than the room was made for have tagged rows.
     assert_eq!(regions(&CallFormat { max_tokens: 5, ..few }).partials.offset, own.partials.offset);
 }

@@ -126,8 +126,7 @@ fn as_argument(error: Error) -> Error {
 /// What launches of a format's calls are given: `context`, but for what is the format's.
 fn context_of(shape: &Shape, plan: &Plan, context: &raw::ty_context, number: u32) -> raw::ty_context {
     let mut regions = plan.regions;
-    let few = plan.are_few(shape.max_tokens) && shape.payload.is_none();
-    if let Some(partials) = plan.few_partials.filter(|_| few) {
+    if let Some(partials) = plan.few_partials.filter(|_| plan.are_few(shape.max_tokens)) {
         regions.partials = partials;
         regions.partial_tags.source_stride = 0;
     }

@@ -7,8 +7,7 @@ use crate::base::{Error, Result};
 use crate::kernels::View;
 
 /// fp32 words beside each of the experts' rows, which combine brings to the tokens' sources: in training, the gradients
-/// of router weights. The context must have room for them ([`payload_words`](super::Tuning::payload_words)). Such calls
-/// have tagged partial rows.
+/// of router weights. The context must have room for them ([`payload_words`](super::Tuning::payload_words)).
 #[derive(Debug, Clone)]
 pub struct Payload {
     /// fp32 `[rows, words]`, in the layout dispatched. Words of padding rows are not read.

@@ -122,10 +122,14 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
             Dtype::Fp16 => ("ty_combine_payload_fp16", "ty_combine_payload_fp16_nodes"),
             Dtype::Fp32 => ("ty_combine_payload_fp32", "ty_combine_payload_fp32_nodes"),
             _ if !specialised || late => ("ty_combine_payload_bf16", "ty_combine_payload_bf16_nodes"),
-            _ if args.layout == raw::TY_LAYOUT_TOKEN => {
-                ("ty_combine_payload_specialised_token", "ty_combine_payload_specialised_token_nodes")
-            }
-            _ => ("ty_combine_payload_specialised", "ty_combine_payload_specialised_nodes"),
+            _ if args.layout == raw::TY_LAYOUT_TOKEN => (
+                if ll { "ty_combine_payload_specialised_token" } else { "ty_combine_payload_specialised_token_tagged" },
+                "ty_combine_payload_specialised_token_nodes",
+            ),
+            _ => (
+                if ll { "ty_combine_payload_specialised" } else { "ty_combine_payload_specialised_tagged" },
+                "ty_combine_payload_specialised_nodes",
+            ),
         };
         return of_world(&args.context, kernel);
     }
@@ -475,14 +479,14 @@ mod tests {
 
     #[test]
     fn combines_with_a_payload_have_kernels_of_their_own() {
-        for (nodes, over) in [(1, ""), (2, "_nodes")] {
+        for (nodes, tags, way, over) in [(1, 0, "", ""), (1, 64, "_tagged", ""), (2, 64, "_nodes", "_nodes")] {
             let mut context = raw::ty_context { nodes, ..context() };
-            context.regions.partial_tags.source_stride = 64;
+            context.regions.partial_tags.source_stride = tags;
             let usual = raw::ty_combine_args { context, payload_words: 1, phases: BOTH_PHASES, ..Default::default() };
             let of = |args: &raw::ty_combine_args, dtype| combine(args, dtype, Partial::Same);
-            assert_eq!(of(&usual, Dtype::Bf16), format!("ty_combine_payload_specialised{over}"));
+            assert_eq!(of(&usual, Dtype::Bf16), format!("ty_combine_payload_specialised{way}"));
             let token = raw::ty_combine_args { layout: raw::TY_LAYOUT_TOKEN, ..usual };
-            assert_eq!(of(&token, Dtype::Bf16), format!("ty_combine_payload_specialised_token{over}"));
+            assert_eq!(of(&token, Dtype::Bf16), format!("ty_combine_payload_specialised_token{way}"));
             let late = raw::ty_context { weights: raw::TY_WEIGHTS_COMBINE, ..context };
             for args in [
                 raw::ty_combine_args { phases: raw::TY_PHASE_SEND, ..usual },

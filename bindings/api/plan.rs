@@ -63,9 +63,6 @@ pub struct PlanInput {
     /// With one node, where rounds have more tokens than `ll_tokens`: most tokens of calls of other formats that get LL
     /// rows of their own; 0 for none.
     pub few_tokens: usize,
-    /// Bytes of the side payload among those of a partial row. Where there are some, some calls have tagged partial
-    /// rows, since LL rows have no payload.
-    pub payload_bytes: usize,
     /// Whether a token has a slot for the partial row of every rank of the node, instead of at most top_k.
     pub slot_of_rank: bool,
     /// With one node: rows of an in-place output, into which peers store rows directly; 0 for none.
@@ -87,23 +84,9 @@ impl PlanInput {
 
     /// Most tokens of calls that get LL rows of their own; 0: none does.
     fn few_tokens(&self, round_tokens: usize) -> usize {
-        match round_tokens <= self.ll_tokens {
-            _ if self.nodes.members().len() > 1 || round_tokens < self.max_tokens => 0,
-            true => {
-                if self.payload_bytes > 0 {
-                    round_tokens
-                } else {
-                    0
-                }
-            }
-            false => {
-                if self.few_tokens <= self.ll_tokens {
-                    self.few_tokens
-                } else {
-                    0
-                }
-            }
-        }
+        let several = self.nodes.members().len() > 1 || round_tokens < self.max_tokens;
+        let needed = !several && round_tokens > self.ll_tokens && self.few_tokens <= self.ll_tokens;
+        if needed { self.few_tokens } else { 0 }
     }
 }
 
@@ -149,8 +132,8 @@ pub struct Plan {
     /// Most bytes of a dispatched row, and of a partial row.
     pub(crate) slot_bytes: usize,
     pub(crate) partial_bytes: usize,
-    /// LL rows of calls of few tokens without payload, where other calls have tagged rows: a tagged word that is left
-    /// would look like one that has arrived.
+    /// LL rows of calls of few tokens, where other calls have tagged rows: a tagged word that is left would look like
+    /// one that has arrived.
     pub(crate) few_partials: Option<raw::ty_region>,
     few_tokens: usize,
     top_k: usize,
@@ -225,9 +208,7 @@ impl Plan {
         let rounds = input.max_tokens.div_ceil(round_tokens);
         let regions = Self::regions(input, round_tokens, copies, &mut cursor).ok_or_else(overflow)?;
         let (slots, few_tokens) = (input.slots(), input.few_tokens(round_tokens));
-        let few_bytes = few_tokens
-            .checked_mul(slots)
-            .and_then(|places| places.checked_mul(input.partial_bytes - input.payload_bytes));
+        let few_bytes = few_tokens.checked_mul(slots).and_then(|places| places.checked_mul(input.partial_bytes));
         let few_bytes = few_bytes.ok_or_else(overflow)? as u64;
         let few_partials = match few_bytes {
             0 => None,
@@ -322,7 +303,7 @@ impl Plan {
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
         let source_token_bytes = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
-        let ll = !several && round_tokens <= input.ll_tokens && input.payload_bytes == 0;
+        let ll = !several && round_tokens <= input.ll_tokens;
         // In-place output needs no receive buffer for rows.
         let in_place_rows = input.in_place_rows as u64;
         let (recv_buffer, own) = if in_place_rows == 0 { (round, 0) } else { (0, 1) };
@@ -434,10 +415,7 @@ impl Plan {
         }
         let few = match self.few_tokens {
             0 => String::new(),
-            few => {
-                let sums = c - input.payload_bytes;
-                format!(" + 2 parities x {few} tokens of small calls x {slots} x {sums} B")
-            }
+            few => format!(" + 2 parities x {few} tokens of small calls x {slots} x {c} B"),
         };
         if nodes == 1 {
             return format!(

@@ -23,7 +23,6 @@ fn v3(tokens: usize) -> PlanInput {
         double_buffer_bytes: 256 << 20,
         ll_tokens: 256,
         few_tokens: 0,
-        payload_bytes: 0,
         slot_of_rank: false,
         in_place_rows: 0,
     }
@@ -124,15 +123,11 @@ fn small_calls_have_ll_rows_of_their_own_beside_tagged_rows() {
     };
     let some = PlanInput { few_tokens: 100, ..v3(4096) };
     assert_eq!(few(&some), (2 * 100 * 8 * 14_336, true, [true, true, false]));
-    // All rows are LL rows, unless some calls have a payload.
+    // All rows are LL rows.
     assert_eq!(few(&PlanInput { few_tokens: 50, ..v3(100) }), (0, false, [false; 3]));
-    let paid = PlanInput { partial_bytes: 14_336 + 48, payload_bytes: 48, ..v3(100) };
-    assert_eq!(few(&paid), (2 * 100 * 8 * 14_336, true, [true, true, false]));
-    for none in [
-        PlanInput { ll_tokens: 99, ..some.clone() },
-        PlanInput { payload_bytes: 16, ..v3(4096) },
-        PlanInput { few_tokens: 100, ..v3_of_nodes(4096, &[4, 4]) },
-    ] {
+    for none in
+        [PlanInput { ll_tokens: 99, ..some.clone() }, PlanInput { few_tokens: 100, ..v3_of_nodes(4096, &[4, 4]) }]
+    {
         assert_eq!(few(&none), (0, true, [false; 3]));
     }
 }

@@ -20,11 +20,6 @@ pub const FEW_BLOCKS: u32 = raw::TY_FEW_BLOCKS;
 /// "LL rows").
 pub(super) const LL_TOKENS: usize = 256;
 
-/// Bytes of so many words behind a row, which stays a multiple of 16.
-fn payload_bytes(words: usize) -> usize {
-    (4 * words).next_multiple_of(16)
-}
-
 /// The shape that a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
@@ -258,7 +253,14 @@ impl Shape {
 
     /// Pitch of a partial row, side payload included.
     pub fn partial_bytes(&self) -> usize {
-        self.sum_bytes() + payload_bytes(self.payload.map_or(0, |words| words.of_token))
+        self.sum_bytes() + self.payload_bytes(self.payload.map_or(0, |words| words.of_token))
+    }
+
+    /// Bytes of so many words behind a partial row, which stays a multiple of 16. Behind an LL row, which only worlds of
+    /// one node have, a word takes 8.
+    fn payload_bytes(&self, words: usize) -> usize {
+        let each = if self.nodes.members().len() > 1 { 4 } else { 8 };
+        (each * words).next_multiple_of(16)
     }
 
     /// Bytes of a partial row without its payload; in an fp8 row the scales follow the elements.
@@ -294,9 +296,8 @@ impl Shape {
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
             other_slot_bytes: self.room.slot_bytes,
-            slot_payload_bytes: payload_bytes(self.dispatch_payload_words),
-            partial_bytes: self.partial_bytes().max(self.room.partial_bytes) + payload_bytes(self.payload_words),
-            payload_bytes: payload_bytes(self.payload_words),
+            slot_payload_bytes: (4 * self.dispatch_payload_words).next_multiple_of(16),
+            partial_bytes: self.partial_bytes().max(self.room.partial_bytes) + self.payload_bytes(self.payload_words),
             max_local_experts: self.max_local_experts,
             weights_with_dispatch: self.weights_with_dispatch() || self.room.weights_with_dispatch,
             weights_with_combine: self.weights_with_combine() || self.room.weights_with_combine,

@@ -57,8 +57,7 @@ pub struct Tuning {
     pub payload_words: usize,
     /// Most words of a token's side payload in dispatch ([`TokenPayload`](super::TokenPayload)), at most 4096. Rows in
     /// the arena and in messages have room for them. It is a setting apart from [`payload_words`](Self::payload_words)
-    /// since each takes memory of its own, and that one also decides what partial rows are. Default: 0, and no dispatch
-    /// has a payload.
+    /// since each takes memory of its own. Default: 0, and no dispatch has a payload.
     pub dispatch_payload_words: usize,
     /// In-place output `(rows, align)`: an output in the context's arena, the same on all ranks. It has `rows` rows in
     /// the contiguous layout, each expert's first row at a multiple of `align` rows, and row-major scales. Peers store

@@ -157,11 +157,11 @@ TY_DEVICE bool gather_token(const CombineArgs auto &a, Terms &terms, const Round
   return gathered(failed);
 }
 
-// Stores a token's sum in the output: of listed rows, over nodes in node order. By a warp. False once a deadline
-// passed.
-template <typename Partial, bool inter_node>
+// Stores a token's sum in the output: of listed rows, over nodes in node order. Calls meanwhile() while loads are under
+// way. By a warp. False once a deadline passed.
+template <typename Partial, bool inter_node, typename Meanwhile = Nothing>
 TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const SourceRows &list, u32 token,
-                         const Columns &columns) {
+                         const Columns &columns, Meanwhile meanwhile = {}) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_source<Partial>;
   using Group = Floats<Partial::group>;
@@ -177,7 +177,8 @@ TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const So
       else add_to(sums[i], row);
     };
     // One loop over all nodes' rows, so that rows of several nodes are loaded together.
-    well &= add_terms<Partial, rows_at_source, groups, Partial::group>(c, terms, list.count, g, columns.end, ll, add);
+    well &= add_terms<Partial, rows_at_source, groups, Partial::group>(c, terms, list.count, g, columns.end, ll, add,
+                                                                       meanwhile);
     for (u32 i = 0; list.after == list.count && i < groups; ++i) add_to(sums[i], own[i]);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
       Group old = load_out<Partial::group>(a, out, g + i * warp_size);
@@ -191,10 +192,25 @@ TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const So
   return !ll || warp_ballot(!well) == 0;
 }
 
-// Stores a token's payload, of listed rows, in the order of sum_token. By a warp.
-TY_DEVICE void sum_payload(const CombineArgs auto &a, const Terms &terms, const SourceRows &list, u32 token) {
+// Makes a piece of an own token: its sum, and with the first piece its payload, in the same order of rows. Words of LL
+// rows are looked at beside the rows until they have arrived. By a warp. False once a deadline passed.
+template <typename Partial, bool inter_node>
+TY_DEVICE bool sum_piece(const CombineArgs auto &a, const Terms &terms, const SourceRows &list, u32 token,
+                         const Piece &piece) {
+  const auto &c = a.context;
+  bool ll = ll_rows<inter_node>(c), brings = carries_payload(a) && piece.first == 0;
+  auto row = [&](u32 n) { return load(&terms.row[n]); };
+  u64 seen = brings ? look_at_word(a, list.count, 0, ll, row) : present_word;
+  auto look = [&] {
+    if (carries_payload(a) && ll && !is_present(seen)) seen = look_at_word(a, list.count, 0, ll, row);
+  };
+  if (!sum_token<Partial, inter_node>(a, terms, list, token, columns_of<Partial>(c, piece), look)) return false;
+  if (!brings) return true;
   u32 *out = pointer<u32>(a.payload_out) + static_cast<u64>(token) * payload_of_token(a);
-  add_payloads(a, out, list.count, list.own, list.after, [&](u32 n) { return load(&terms.row[n]); });
+  auto wait_of = [&](u32 n) { return wait_of_term(c, terms, n); };
+  if (!add_words(a, seen, out, list.count, list.own, list.after, ll, row, wait_of)) return false;
+  warp_barrier(); // the list is read
+  return true;
 }
 
 // Sums all own tokens, after begin_sums. By `warps` warps of a block.
@@ -212,8 +228,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
       Parts parts{ranks, ranks & ~missing_ranks(c, shared) & ~absent_ranks(c, shared)};
       if (!gather_token<inter_node>(a, terms, round, token, n, parts, list)) return false;
     }
-    if (carries_payload(a) && piece.first == 0) sum_payload(a, terms, list, token);
-    return sum_token<Partial, inter_node>(a, terms, list, token, columns_of<Partial>(c, piece));
+    return sum_piece<Partial, inter_node>(a, terms, list, token, piece);
   });
 }
 
@@ -444,11 +459,14 @@ TY_KERNEL(ty_combine_payload_fp16, PayloadArgs) { combine<Fp16, Fp16, false>(a);
 TY_KERNEL(ty_combine_payload_fp16_nodes, PayloadArgs) { combine<Fp16, Fp16, true>(a); }
 TY_KERNEL(ty_combine_payload_fp32, PayloadArgs) { combine<Fp32, Fp32, false>(a); }
 TY_KERNEL(ty_combine_payload_fp32_nodes, PayloadArgs) { combine<Fp32, Fp32, true>(a); }
-template <bool inter_node> using PayloadChoices = SpecialisedPayloadArgs<inter_node, TY_LAYOUT_CONTIGUOUS>;
-template <bool inter_node> using PayloadTokens = SpecialisedPayloadArgs<inter_node, TY_LAYOUT_TOKEN>;
-TY_KERNEL(ty_combine_payload_specialised, PayloadChoices<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_payload_specialised_nodes, PayloadChoices<true>) { combine<Bf16, Bf16, true>(a); }
-TY_KERNEL(ty_combine_payload_specialised_token, PayloadTokens<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_payload_specialised_token_nodes, PayloadTokens<true>) { combine<Bf16, Bf16, true>(a); }
+template <Way way, u32 layout> using PayloadWay = SpecialisedPayloadArgs<way == Way::nodes, layout, way == Way::ll>;
+template <Way way> using PayloadChoices = PayloadWay<way, TY_LAYOUT_CONTIGUOUS>;
+template <Way way> using PayloadTokens = PayloadWay<way, TY_LAYOUT_TOKEN>;
+TY_KERNEL(ty_combine_payload_specialised, PayloadChoices<Way::ll>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_tagged, PayloadChoices<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_nodes, PayloadChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_payload_specialised_token, PayloadTokens<Way::ll>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_token_tagged, PayloadTokens<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_payload_specialised_token_nodes, PayloadTokens<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
 
 } // namespace ty

@@ -1,12 +1,19 @@
 // Combine, the side payload: fp32 words beside each of the experts' rows, which come to the token's source with its
-// partial rows. They lie behind the elements of a partial row, or of a row of a message between nodes, and its tag, or
-// its chunk, announces them, too. LL rows have none.
+// partial rows. They lie behind the elements of a partial row, or of a row of a message between nodes.
 //
 //   summed     [K]           the sum of the words of all rows of the token, in the order in which rows are added
 //   gathered   [top_k][K]    the words of each choice's row; a rank leaves 0 for choices elsewhere, so that words of
 //                            several ranks are or-ed and keep their bits
 //
+// Behind a tagged row, and in a message, a word has 4 bytes, and the row's tag, or its chunk, announces it. Behind an
+// LL row it has 8 bytes, stored at once (N4):
+//
+//   63......................32 31......................0
+//   1: has arrived, 0: has not      the word, of any bits
+//
+// The source leaves 0 there, as in all of an LL row.
 #pragma once
+#include "common/numbers.cuh"
 #include "common/wire.cuh"
 
 namespace ty {
@@ -16,119 +23,130 @@ TY_DEVICE u32 payload_of_token(const CombineArgs auto &a) {
   return a.payload_gathered ? a.context.top_k * a.payload_words : a.payload_words;
 }
 
-TY_DEVICE u32 *payload_in(const CombineArgs auto &a, u64 partial) { return pointer<u32>(partial + a.payload_offset); }
+TY_DEVICE u64 payload_in(const CombineArgs auto &a, u64 partial) { return partial + a.payload_offset; }
 
-// The output row of this lane's choice of a token at this rank; -1 for none. `entry`: of the token among the handle's
-// slots. By a warp.
-TY_DEVICE i32 row_of_lane(const CombineArgs auto &a, u32 source, u32 token, u32 entry) {
-  const auto &c = a.context;
-  i32 row = -1;
-  if (!a.handle.row_choices) {
-    u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
-    if (lane_index() < c.top_k) row = load(pointer<const i32>(a.handle.rows) + choices + lane_index());
+constexpr u64 present_word = u64{1} << 32;
+TY_DEVICE bool is_present(u64 word) { return word >> 32 != 0; }
+
+// A warp carries words of several rows at once, a word a lane: 2^shift words of each row.
+struct WordShare {
+  u32 shift;
+
+  TY_DEVICE u32 at_once() const { return 1u << shift; }
+  TY_DEVICE u32 row() const { return lane_index() >> shift; }
+  TY_DEVICE u32 word() const { return lane_index() & (at_once() - 1); }
+};
+
+// As many words of each of `rows` rows as there are lanes for.
+TY_DEVICE WordShare share_words(u32 rows) {
+  static_assert(TY_MAX_TOP_K <= warp_size, "a lane a row at least");
+  u32 shift = 0;
+  for (u32 i = 1; i <= 5; ++i) shift += rows << i <= warp_size;
+  return {shift};
+}
+
+// ---- at an expert rank -------------------------------------------------------------------------------------------
+
+// The words of this rank's rows of a token, on their way behind a partial row. Rows are the token's choices.
+struct SentWords {
+  i32 row;         // of this lane's choice; negative for none
+  u32 word;        // this lane's next one
+  u32 first = ~0u; // words of each row that are sent, or more where none are to be sent
+};
+
+TY_DEVICE void load_words(const CombineArgs auto &a, SentWords &sent) {
+  u32 w = sent.first + share_words(a.context.top_k).word();
+  bool there = sent.row >= 0 && w < a.payload_words;
+  const u32 *words = pointer<const u32>(a.payload) + static_cast<u64>(there ? sent.row : 0) * a.payload_words;
+  sent.word = there ? load(words + w) : 0;
+}
+
+// Loads the first words. `row`: of choice number lane_index(). By a warp.
+TY_DEVICE SentWords take_words(const CombineArgs auto &a, i32 row) {
+  // As many rows as the payload has: the handle may be written meanwhile.
+  if (static_cast<u32>(row) >= a.handle.output_rows) row = -1;
+  SentWords sent{shuffle(row, share_words(a.context.top_k).row()), 0, 0};
+  load_words(a, sent);
+  return sent;
+}
+
+// Stores what the loaded words come to in a partial row, and loads the next ones. Does nothing once all are stored. By
+// a warp. `ll`: an LL row.
+TY_DEVICE void send_words(const CombineArgs auto &a, SentWords &sent, u64 partial, bool ll) {
+  if (sent.first >= a.payload_words) return;
+  WordShare share = share_words(a.context.top_k);
+  u32 w = sent.first + share.word(), place = w, word = sent.word;
+  bool stores = w < a.payload_words && share.row() < (a.payload_gathered ? a.context.top_k : 1);
+  if (a.payload_gathered) {
+    place += share.row() * a.payload_words;
   } else {
-    u32 next = entry >> handle_slot_bits;
-    TY_ROLLED
-    for (u32 count = 0; next - 1 < a.handle.output_rows && count < c.top_k; ++count) {
-      // One value for all lanes, since the handle may be written meanwhile.
-      u64 seen = lane_index() == 0 ? load(pointer<const u64>(a.handle.row_choices) + next - 1) : 0;
-      RowChoice choice = RowChoice::of(shuffle(seen, 0));
-      if (choice.choice == lane_index()) row = static_cast<i32>(next - 1);
-      next = choice.next;
-    }
-  }
-  return static_cast<u32>(row) < a.handle.output_rows ? row : -1;
-}
-
-// Few words are loaded row by row, a row a lane, and so many at once: a trip to memory for all of them. Many words are
-// loaded a word a lane.
-constexpr u32 words_at_once = 4;
-TY_DEVICE bool are_few_words(u32 words) { return words <= 2 * words_at_once; }
-
-// Bits of floats that are added in the order of lanes, from +0: adding 0 for lanes without a row changes no bit. The
-// lanes [own, after) are summed by themselves first. By a warp.
-TY_DEVICE u32 sum_lanes(u32 word, u32 count, u32 own, u32 after) {
-  float sum = 0.0f, inner = 0.0f;
-  TY_ROLLED
-  for (u32 n = 0; n < count; ++n) {
-    float term = same_bits<float>(shuffle(word, n));
-    if (n == after) sum = add_rn(sum, inner);
-    if (n >= own && n < after) inner = add_rn(inner, term);
-    else sum = add_rn(sum, term);
-  }
-  return same_bits<u32>(after == count ? add_rn(sum, inner) : sum);
-}
-
-// Stores what this rank's rows of a token bring at the end of a partial row. By a warp.
-TY_DEVICE void send_payload(const CombineArgs auto &a, u32 source, u32 token, u32 entry, const char *partial) {
-  const u32 *words = pointer<const u32>(a.payload);
-  u32 *to = payload_in(a, reinterpret_cast<u64>(partial)), all = payload_of_token(a), each = a.payload_words;
-  i32 mine = row_of_lane(a, source, token, entry);
-  bool by_row = !a.payload_gathered && are_few_words(all);
-  const u32 *own = words + static_cast<u64>(mine < 0 ? 0 : mine) * each;
-  TY_ROLLED
-  for (u32 first = 0; by_row && first < all; first += words_at_once) {
-    u32 word[words_at_once];
-    TY_UNROLL
-    for (u32 i = 0; i < words_at_once; ++i) word[i] = mine >= 0 && first + i < all ? load(own + first + i) : 0;
-    TY_UNROLL
-    for (u32 i = 0; i < words_at_once; ++i) {
-      u32 sum = sum_lanes(word[i], a.context.top_k, 0, a.context.top_k);
-      if (first + i < all && lane_index() == i) store(to + first + i, sum);
-    }
-  }
-  TY_ROLLED
-  for (u32 first = 0; !by_row && first < all; first += warp_size) {
-    u32 w = first + lane_index(), found = 0;
+    // In the order of choices, from +0. Adding 0 for a choice without a row would change no bit.
     float sum = 0.0f;
-    if (a.payload_gathered) {
-      i32 row = shuffle(mine, w / each % warp_size);
-      if (w < all && row >= 0) found = load(words + static_cast<u64>(row) * each + w % each);
-    } else {
-      TY_ROLLED
-      for (u32 k = 0; k < a.context.top_k; ++k) {
-        i32 row = shuffle(mine, k);
-        if (w < all && row >= 0) sum = add_rn(sum, same_bits<float>(load(words + static_cast<u64>(row) * each + w)));
-      }
-      found = same_bits<u32>(sum);
-    }
-    if (w < all) store(to + w, found);
+    u32 left = warp_ballot(sent.row >= 0 && share.word() == 0);
+    TY_ROLLED
+    for (; left; left &= left - 1) sum = add_rn(sum, same_bits<float>(shuffle(word, lowest_bit(left) + share.word())));
+    word = same_bits<u32>(sum);
   }
+  u64 to = payload_in(a, partial);
+  // N4 of LL rows: the word is all that is read.
+  if (stores && ll) store_relaxed_sys(pointer<u64>(to) + place, present_word | word);
+  if (stores && !ll) store(pointer<u32>(to) + place, word);
+  sent.first += share.at_once();
+  load_words(a, sent);
 }
 
-// Stores what `count` listed rows bring, of which numbers [own, after) are those of the token's own node. By a warp.
-// `row(n)`: address of row n.
-template <typename Row>
-TY_DEVICE void add_payloads(const CombineArgs auto &a, u32 *to, u32 count, u32 own, u32 after, Row row) {
+// ---- where partial rows are added ----------------------------------------------------------------------------------
+
+// Looks at this lane's share of words `first` and on behind the `count` rows of a list: a word as it is behind an LL
+// row, present for lanes without any. `row(n)`: address of row n.
+template <typename Row> TY_DEVICE u64 look_at_word(const CombineArgs auto &a, u32 count, u32 first, bool ll, Row row) {
+  WordShare share = share_words(count);
+  u32 w = first + share.word();
+  if (share.row() >= count || w >= payload_of_token(a)) return present_word;
+  u64 at = payload_in(a, row(share.row()));
+  // N4 of LL rows: the word is all that is read.
+  if (ll) return load_relaxed_sys(pointer<const u64>(at) + w);
+  return present_word | load(pointer<const u32>(at) + w);
+}
+
+// Stores what the words behind `count` rows come to, of which numbers [own, after) are those of the token's own node.
+// `seen`: what the lane saw of its first word. Waits for the words of LL rows, by wait_of(number of the row), and
+// leaves 0 there. By a warp. False once a deadline passed.
+template <typename Row, typename WaitOf>
+TY_DEVICE bool add_words(const CombineArgs auto &a, u64 seen, u32 *to, u32 count, u32 own, u32 after, bool ll, Row row,
+                         WaitOf wait_of) {
   u32 all = payload_of_token(a);
-  bool by_row = are_few_words(all);
-  const u32 *mine = by_row && lane_index() < count ? payload_in(a, row(lane_index())) : nullptr;
+  WordShare share = share_words(count);
   TY_ROLLED
-  for (u32 first = 0; by_row && first < all; first += words_at_once) {
-    u32 word[words_at_once];
-    TY_UNROLL
-    for (u32 i = 0; i < words_at_once; ++i) word[i] = mine && first + i < all ? load(mine + first + i) : 0;
-    TY_UNROLL
-    for (u32 i = 0; i < words_at_once; ++i) {
-      u32 found = a.payload_gathered ? warp_or(word[i]) : sum_lanes(word[i], count, own, after);
-      if (first + i < all && lane_index() == i) store(to + first + i, found);
+  for (u32 first = 0; first < all; first += share.at_once()) {
+    if (first != 0) seen = look_at_word(a, count, first, ll, row);
+    bool failed = false;
+    u64 start = 0;
+    TY_ROLLED
+    for (u32 poll = 1; ll && !failed && !is_present(seen); ++poll) {
+      spin_pause("payload of a partial row");
+      seen = look_at_word(a, count, first, ll, row);
+      if (poll % polls_between_checks != 0) continue;
+      Wait wait = wait_of(share.row());
+      failed = !may_wait(a.context, wait, poll, start, wait.epoch, 0);
     }
-  }
-  TY_ROLLED
-  for (u32 w = lane_index(); !by_row && w < all; w += warp_size) {
+    if (ll && warp_ballot(failed) != 0) return false;
+    u32 w = first + share.word(), word = static_cast<u32>(seen), bits = 0;
+    if (ll && share.row() < count && w < all) store(pointer<u64>(payload_in(a, row(share.row()))) + w, u64{0});
+    // In the order of rows, from +0; rows of the own node by themselves first.
     float sum = 0.0f, inner = 0.0f;
-    u32 bits = 0;
     TY_ROLLED
     for (u32 n = 0; n < count; ++n) {
-      u32 word = load(payload_in(a, row(n)) + w);
-      bits |= word;
+      u32 term = shuffle(word, n << share.shift | share.word());
+      bits |= term;
       if (n == after) sum = add_rn(sum, inner);
-      if (n >= own && n < after) inner = add_rn(inner, same_bits<float>(word));
-      else sum = add_rn(sum, same_bits<float>(word));
+      if (n >= own && n < after) inner = add_rn(inner, same_bits<float>(term));
+      else sum = add_rn(sum, same_bits<float>(term));
     }
     if (after == count) sum = add_rn(sum, inner);
-    store(to + w, a.payload_gathered ? bits : same_bits<u32>(sum));
+    if (share.row() == 0 && w < all) store(to + w, a.payload_gathered ? bits : same_bits<u32>(sum));
   }
+  return true;
 }
 
 } // namespace ty

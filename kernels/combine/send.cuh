@@ -380,10 +380,10 @@ template <typename Partial> TY_DEVICE Columns columns_of(const Context auto &c, 
 // Whether lanes make a block of a partial row together, so that none may leave before the others.
 template <typename Partial> constexpr bool lanes_share_blocks = Partial::block > Partial::group;
 
-// Where a warp's passes over the columns of a partial row end: past the last column; where lanes share blocks, for all
-// lanes in the same pass.
-template <typename Partial> TY_DEVICE u32 last_pass(const Columns &columns) {
-  if (!lanes_share_blocks<Partial>) return columns.end;
+// Where a warp's passes over the columns of a partial row end: past the last column; where lanes share blocks, or
+// otherwise stay `together`, for all lanes in the same pass.
+template <typename Partial> TY_DEVICE u32 last_pass(const Columns &columns, bool together = false) {
+  if (!lanes_share_blocks<Partial> && !together) return columns.end;
   return columns.begin + (columns.end - columns.begin + warp_size - 1) / warp_size * warp_size;
 }
 
@@ -431,10 +431,23 @@ struct TermBatch {
   u32 g_end;
 };
 
+// What a warp does while the loads of a batch are under way.
+struct Nothing {
+  TY_DEVICE void operator()() const {}
+};
+
+// The wait for row number n of a list of LL rows.
+TY_DEVICE Wait wait_of_term(const Context auto &c, const Terms &terms, u32 n) {
+  u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
+  TY_ROLLED
+  for (u32 i = 0; i < n; ++i) left &= left - 1;
+  return {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0};
+}
+
 // Waits for a batch of LL rows and loads it; absent groups are all ones. False once a deadline passed.
-template <typename T, u32 rows_at_once, u32 groups, u32 n>
+template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Meanwhile>
 TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, const TermBatch &batch,
-                           Raw<T, n> (&data)[rows_at_once][groups]) {
+                           Raw<T, n> (&data)[rows_at_once][groups], Meanwhile meanwhile) {
   auto [first, rows, g, g_end] = batch;
   constexpr u32 row_bits = (1u << groups) - 1;
   for (u32 r = 0; r < rows_at_once; ++r)
@@ -449,6 +462,7 @@ TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, const Term
       for (u32 i = 0; i < groups; ++i)
         if (of_row >> i & 1) data[r][i] = look_at_raw<T, n>(row, g + i * warp_size, c.hidden);
     }
+    meanwhile();
     // One condition for the whole batch: with more, the last loads would wait until predicates are free again.
     u32 least = ~0u, was_missing = missing;
     for (u32 r = 0; r < rows_at_once; ++r)
@@ -463,18 +477,17 @@ TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, const Term
     wanted = missing != was_missing ? missing : missing & row_bits << row * groups;
     spin_pause("partial row");
     if (poll % polls_between_checks != 0) continue;
-    u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
-    TY_ROLLED
-    for (u32 i = 0; i < first + row; ++i) left &= left - 1;
-    if (!may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, poll, start, epoch, 0)) return false;
+    Wait wait = wait_of_term(c, terms, first + row);
+    if (!may_wait(c, wait, poll, start, wait.epoch, 0)) return false;
   }
 }
 
 // Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ...: one after the other, loaded rows_at_once
 // together, by add(i, group g + 32 i of a row, its number in the list). Waits for LL rows, one of each of the list's
-// senders: false once a deadline passed, in the lane that saw it.
-template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
-TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, bool ll, Add add) {
+// senders: false once a deadline passed, in the lane that saw it. Calls meanwhile() while loads are under way.
+template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add, typename Meanwhile = Nothing>
+TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, bool ll, Add add,
+                         Meanwhile meanwhile = {}) {
   bool well = true;
   for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
@@ -485,7 +498,8 @@ TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32
         data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
       }
     }
-    if (ll) well &= await_terms<T, rows_at_once, groups, n>(c, terms, {first, end - first, g, g_end}, data);
+    if (ll) well &= await_terms<T, rows_at_once, groups, n>(c, terms, {first, end - first, g, g_end}, data, meanwhile);
+    else meanwhile();
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
       for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
   }
@@ -547,9 +561,10 @@ TY_DEVICE Owner owner_of(const Context auto &c, u32 source) {
 // As list_rows, from a compact handle, where `next` is 1 + the first row. One choice after the other: large worlds,
 // whose handles are compact, seldom bring a rank more than one.
 TY_DEVICE u32 list_compact(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 next,
-                           u32 bytes) {
+                           u32 bytes, i32 &own) {
   const auto &c = a.context;
   u32 count = 0;
+  own = -1;
   // Never more or other rows, also if the handle is written meanwhile. Without a row `next` - 1 is beyond all.
   TY_ROLLED
   for (; next - 1 < a.handle.output_rows && count < c.top_k; ++count) {
@@ -562,6 +577,7 @@ TY_DEVICE u32 list_compact(const CombineArgs auto &a, Terms &terms, u64 call, u3
       store(&terms.weight[count], weighs_late(c) ? load(weights_of(a, call, source, token) + row.choice) : row.weight);
       if (bytes) prefetch(pointer<const void>(at), bytes);
     }
+    if (row.choice == lane_index()) own = static_cast<i32>(next - 1);
     next = row.next;
   }
   warp_barrier();
@@ -569,14 +585,16 @@ TY_DEVICE u32 list_compact(const CombineArgs auto &a, Terms &terms, u64 call, u3
 }
 
 // Lists this rank's rows of a token, in top-k order, a choice a lane, and prefetches the first `bytes` of each.
-// `entry`: of the token among the handle's slots. By a warp. Returns how many there are.
-TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 entry,
-                        u32 bytes) {
+// `entry`: of the token among the handle's slots. By a warp. Returns how many there are; `own`: the row of the lane's
+// choice, or negative.
+TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 entry, u32 bytes,
+                        i32 &own) {
   const auto &c = a.context;
-  if (a.handle.row_choices) return list_compact(a, terms, call, source, token, entry >> handle_slot_bits, bytes);
+  if (a.handle.row_choices) return list_compact(a, terms, call, source, token, entry >> handle_slot_bits, bytes, own);
   u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
   u32 k = lane_index();
   i32 row = k < c.top_k ? load(pointer<const i32>(a.handle.rows) + choices + k) : -1;
+  own = row;
   float weight = k < c.top_k ? load(weights_of(a, call, source, token) + k) : 0.0f;
   u32 here = warp_ballot(row >= 0);
   if (row >= 0) {
@@ -600,14 +618,15 @@ TY_DEVICE void store_partials(const Context auto &c, char *out, u32 g, u32 g_end
   }
 }
 
-// Stores the sum of a list of this rank's rows at `out`, as an LL row (`ll`) or a tagged row. By a warp.
-template <typename Row, typename Partial>
+// Stores the sum of a list of this rank's rows at `out`, as an LL row (`ll`) or a tagged row. If `beside`, the warp's
+// lanes call meanwhile() together while loads are under way. By a warp.
+template <typename Row, typename Partial, typename Meanwhile>
 TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out,
-                        bool ll) {
+                        bool ll, bool beside, Meanwhile meanwhile) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
-  u32 end = last_pass<Partial>(columns);
+  u32 end = last_pass<Partial>(columns, beside);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
     auto add = [&](u32 i, const Group &y, u32 n) {
@@ -618,7 +637,9 @@ TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count
         for (u32 j = 0; j < Partial::group; ++j) sums[i].v[j] = fma_rn(weight, y.v[j], sums[i].v[j]);
       }
     };
-    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
+    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add, [&] {
+      if (beside) meanwhile();
+    });
     store_partials<Partial>(c, out, g, columns.end, sums, ll);
   }
 }
@@ -675,7 +696,8 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   // A part of a row is loaded at once; a whole row takes several passes, each of which would wait for memory. With many
   // blocks memory is busy enough, and prefetched bytes are evicted again.
   u32 bytes = piece.parts == row_parts && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
-  u32 count = list_rows(a, terms, call, source, token, entry, bytes);
+  i32 own = -1;
+  u32 count = list_rows(a, terms, call, source, token, entry, bytes, own);
   u32 slot = a.handle.row_choices ? entry & ((1u << handle_slot_bits) - 1) : entry;
   u32 place = n * c.slots + slot; // fits: TY_MAX_TOKENS * TY_MAX_TOP_K
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, round.epoch, owner.part) +
@@ -687,9 +709,21 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
     Range range = rail_rows(a, round, owner.part - 1);
     rows = range.end - range.first;
   }
-  if (carries_payload(a) && piece.first == 0) send_payload(a, source, token, entry, out);
-  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out, ll_rows<inter_node>(c));
-  if (ll_rows<inter_node>(c)) {
+  Columns columns = columns_of<Partial>(c, piece);
+  bool ll = ll_rows<inter_node>(c);
+  // Words are loaded before the rows, and added while those are under way, or before.
+  SentWords words{};
+  if (carries_payload(a) && piece.first == 0) words = take_words(a, own);
+  auto send = [&] { send_words(a, words, reinterpret_cast<u64>(out), ll); };
+  auto send_all = [&] {
+    TY_ROLLED
+    while (words.first < a.payload_words) send();
+  };
+  bool beside = carries_payload(a) && has_spare_registers(c);
+  if (carries_payload(a) && !beside) send_all();
+  sum_rows<Row, Partial>(a, terms, count, columns, out, ll, beside, send);
+  if (beside) send_all();
+  if (ll) {
     warp_barrier(); // the list is read
     if (piece.parts == row_parts && ++held.count == most_held_tags) raise_tags<inter_node>(c, held, round.epoch);
     return true;

@@ -130,9 +130,12 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
     add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
     store_partials<Partial>(c, out, g, columns.end, sums, false);
   }
-  if (carries_payload(a) && piece.first == 0)
-    add_payloads(a, payload_in(a, reinterpret_cast<u64>(out)), count, 0, count,
-                 [&](u32 n) { return load(&terms.row[n]); });
+  if (carries_payload(a) && piece.first == 0) {
+    auto row = [&](u32 n) { return load(&terms.row[n]); };
+    u32 *to = pointer<u32>(payload_in(a, reinterpret_cast<u64>(out)));
+    u64 seen = look_at_word(a, count, 0, false, row);
+    add_words(a, seen, to, count, 0, count, false, row, [](u32) { return Wait{}; });
+  }
   if (is_row_whole(shared.sums, counted, piece)) count_sum(c, round, j, rows, row);
   return true;
 }

@@ -76,8 +76,8 @@ static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offset
 
 // A combine of rows with a side payload: of any kind, and of the usual kind, of bf16 rows and sums.
 struct PayloadArgs : ty_combine_args {};
-template <bool inter_node, u32 is_layout> struct SpecialisedPayloadArgs {
-  SpecialisedContext<inter_node, Specialised::nothing_else> context;
+template <bool inter_node, u32 is_layout, bool ll> struct SpecialisedPayloadArgs {
+  SpecialisedContext<inter_node, Specialised::nothing_else, ll> context;
   SpecialisedHandle<inter_node> handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch, unused_times;
   u32 tokens, unused[5];
@@ -87,8 +87,8 @@ template <bool inter_node, u32 is_layout> struct SpecialisedPayloadArgs {
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, round = 0;
 };
-static_assert(sizeof(SpecialisedPayloadArgs<true, 0>) == sizeof(ty_combine_args), "the same bytes");
-using SomePayloadArgs = SpecialisedPayloadArgs<false, 0>;
+static_assert(sizeof(SpecialisedPayloadArgs<true, 0, false>) == sizeof(ty_combine_args), "the same bytes");
+using SomePayloadArgs = SpecialisedPayloadArgs<false, 0, true>;
 static_assert(__builtin_offsetof(SomePayloadArgs, payload) == __builtin_offsetof(ty_combine_args, payload),
               "the same bytes");
 
@@ -233,8 +233,8 @@ template <bool inter_node, u32 layout>
 TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadDispatchArgs<inter_node, layout> &) {
   return true;
 }
-template <bool inter_node, u32 layout>
-TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadArgs<inter_node, layout> &) {
+template <bool inter_node, u32 layout, bool ll>
+TY_DEVICE constexpr bool carries_payload(const SpecialisedPayloadArgs<inter_node, layout, ll> &) {
   return true;
 }
 
@@ -295,6 +295,14 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool spans_nodes(const 
 // they are.
 TY_DEVICE constexpr bool looks_ahead(const ty_context &) { return false; }
 template <Specialised does, bool ll> TY_DEVICE constexpr bool looks_ahead(const SpecialisedContext<false, does, ll> &) {
+  return true;
+}
+
+// Whether a warp carries words of a side payload while it loads the rows that they belong to. Other kernels have no
+// registers left for that.
+TY_DEVICE constexpr bool has_spare_registers(const ty_context &) { return false; }
+template <Specialised does, bool ll>
+TY_DEVICE constexpr bool has_spare_registers(const SpecialisedContext<false, does, ll> &) {
   return true;
 }
 

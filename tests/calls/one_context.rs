@@ -21,6 +21,19 @@ struct Side {
     rows: DeviceBuffer,
     count: DeviceBuffer,
     out: DeviceBuffer,
+    /// Whether its combines have payloads, and the words beside rows, and beside sums.
+    pays: bool,
+    payload: DeviceBuffer,
+    words: DeviceBuffer,
+}
+
+/// Words of a token's payload in a context that has some.
+const WORDS: usize = 7;
+
+/// The words that a combine has beside each row, and whether they are gathered: other ones in each call, and mostly none
+/// twice in a row.
+fn payload_of(salt: usize) -> (usize, bool) {
+    [(2, false), (0, false), (3, true), (1, true), (0, false), (7, false)][salt % 6]
 }
 
 fn bytes_of(dtype: Dtype, value: f32) -> Vec<u8> {
@@ -48,6 +61,9 @@ impl Side {
             rows: alloc(CAPACITY * WIDEST * 4),
             count: alloc(EXPERTS * 4),
             out: alloc(MAX_TOKENS * WIDEST * 4),
+            pays: false,
+            payload: alloc(CAPACITY * WORDS * 4),
+            words: alloc(MAX_TOKENS * WORDS * 4),
             ep,
         }
     }
@@ -82,6 +98,14 @@ impl Side {
         let rows = Rows::new(self.rows.view());
         let rows = rows.topk_weight(late.then(|| self.weight.view()));
         let out = Combined::new(self.out.view()).dtype(format.rows.dtype());
+        let (words, gathered) = if self.pays { payload_of(salt) } else { (0, false) };
+        // All rows have the same words.
+        let word = |j: usize| (1 + salt * 16 + j) as f32;
+        let each: Vec<u8> = (0..words).flat_map(|j| word(j).to_ne_bytes()).collect();
+        self.payload.write(0, &each.repeat(CAPACITY)).unwrap();
+        self.words.fill(0xEE).unwrap();
+        let payload = (words > 0).then(|| Payload { view: self.payload.view(), words, gathered });
+        let (rows, out) = (rows.payload(payload), out.payload((words > 0).then(|| self.words.view())));
         self.ep.combine(&self.stream, handle, &rows, &out).unwrap();
         self.stream.synchronize(PATIENCE).unwrap();
         self.ep.check().unwrap_or_else(|error| panic!("{format:?}: {error}"));
@@ -92,6 +116,15 @@ impl Side {
             (0..format.max_tokens).flat_map(|token| row(self.rank, token, salt, format, factor)).collect();
         assert_eq!(&seen[..wanted.len()], wanted, "rank {} of {format:?}", self.rank);
         assert!(seen[wanted.len()..].iter().all(|byte| *byte == 0xEE), "rank {} beyond {format:?}", self.rank);
+        let of_token: Vec<u8> = match gathered {
+            true => each.repeat(TOP_K),
+            false => (0..words).flat_map(|j| (TOP_K as f32 * word(j)).to_ne_bytes()).collect(),
+        };
+        let mut seen = vec![0; self.words.len()];
+        self.words.read(0, &mut seen).unwrap();
+        let mut wanted = vec![0xEE; seen.len()];
+        wanted[..format.max_tokens * of_token.len()].copy_from_slice(&of_token.repeat(format.max_tokens));
+        assert_eq!(seen, wanted, "words of rank {} of {format:?}, {words}, gathered: {gathered}", self.rank);
     }
 }
 
@@ -173,9 +206,16 @@ fn calls_of_several_formats_alternate() {
         // Without LL rows, with LL rows in all calls, and in small calls alone.
         for ll_tokens in [0, MAX_TOKENS, 2] {
             on_ranks(ranks, |world| {
-                let side = Side::new(&world, |builder| roomy(builder, true).tuning(|t| t.ll_tokens = Some(ll_tokens)));
-                alternate(&world, &side, &formats(true));
-                world.barrier("all are done").unwrap();
+                let with = |words: usize| {
+                    let tuned = |builder: AllToAllBuilder| {
+                        builder.tuning(|t| (t.ll_tokens, t.payload_words) = (Some(ll_tokens), words))
+                    };
+                    Side { pays: words > 0, ..Side::new(&world, |builder| tuned(roomy(builder, true))) }
+                };
+                for words in [0, WORDS] {
+                    alternate(&world, &with(words), &formats(true));
+                    world.barrier("all are done").unwrap();
+                }
             });
         }
     }

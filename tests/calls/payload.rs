@@ -9,13 +9,15 @@ use tokenyard::*;
 
 const MOST: usize = 20;
 
-/// Bits beside a row: of a number, or any, -0 and NaNs among them.
+/// Bits beside a row: of a number, zeros of either sign among them, or any, those of zeros and NaNs among them.
 fn word(expert: usize, source: usize, token: usize, j: usize, gathered: bool) -> u32 {
     let mixed = (expert * 7919 + source * 104_729 + token * 1_299_709 + j * 15_485_863) as u32;
     match (gathered, (expert + token + j) % 4) {
         (true, 0) => 0x8000_0000,
         (true, 1) => 0x7fc0_0001 + mixed % 100,
+        (true, 2) => 0,
         (true, _) => mixed.wrapping_mul(2_654_435_769),
+        (false, 0) => mixed % 2 << 31,
         (false, _) => ((mixed % 1000) as f32 / 8.0 - 60.0).to_bits(),
     }
 }
@@ -139,6 +141,52 @@ fn words_come_to_their_sources_with_their_bits() {
     }
 }
 
+/// Rows that never come bring no words, in this call and in later ones: of a rank whose output was too small, and of a
+/// rank whose routing was refused.
+#[test]
+fn rows_that_are_missing_bring_no_words() {
+    for ll_tokens in [0, MAX_TOKENS] {
+        on_ranks(2, |world| {
+            let rig = Rig::with(&world, |builder| with_room(builder).tuning(|t| t.ll_tokens = Some(ll_tokens)));
+            let out = rig.ep.device().alloc(4 * MAX_TOKENS * MOST).unwrap();
+            let given = rig.ep.device().alloc(4 * rig.capacity * 3).unwrap();
+            given.write(0, &(8.0 + rig.rank as f32).to_ne_bytes().repeat(rig.capacity * 3)).unwrap();
+            for (number, what) in
+                ["all", "full", "all", "refused", "all", "full", "full", "all"].into_iter().enumerate()
+            {
+                // One choice at either rank, but the last token's, which are both at rank 1.
+                let mut choices = [[0, 4], [5, 1], [2, 6], [7, 4]];
+                let refused = what == "refused" && rig.rank == 1;
+                if refused {
+                    choices[2] = [EXPERTS as i32, 0];
+                }
+                rig.route(&choices, number);
+                let capacity = if what == "full" && rig.rank == 0 { 5 } else { rig.capacity };
+                let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(capacity)).unwrap();
+                let (words, gathered) = [(3, false), (3, true)][number % 2];
+                out.fill(0xEE).unwrap();
+                let rows = rig.expert_rows().payload(Payload { view: given.view(), words, gathered });
+                rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined().payload(out.view())).unwrap();
+                rig.stream.synchronize(PATIENCE).unwrap();
+                assert_eq!(rig.ep.check().is_err(), what == "full" || refused, "{number}: {what}");
+                while rig.ep.check().is_err() {}
+                let of_choice = |expert: i32| match (what, expert / 4) {
+                    _ if refused => 0.0f32,
+                    ("full", 0) => 0.0,
+                    (_, rank) => 8.0 + rank as f32,
+                };
+                let of_token = |choices: &[i32; TOP_K]| match gathered {
+                    true => choices.iter().flat_map(|expert| [of_choice(*expert); 3]).collect::<Vec<f32>>(),
+                    false => vec![choices.iter().map(|expert| of_choice(*expert)).sum(); 3],
+                };
+                let wanted: Vec<u32> = choices.iter().flat_map(of_token).map(f32::to_bits).collect();
+                assert_eq!(words_of(&out)[..wanted.len()], wanted, "rank {}, {number}: {what}", rig.rank);
+            }
+            world.barrier("all are done").unwrap();
+        });
+    }
+}
+
 #[test]
 fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
     let world = World::threads(1).unwrap().remove(0);
@@ -167,7 +215,7 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
     let rows =
         room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: 20, gathered: false });
     let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err().to_string();
-    assert!(error.contains("336 bytes with its payload") && error.contains("this arena have 208"), "{error}");
+    assert!(error.contains("416 bytes with its payload") && error.contains("this arena have 288"), "{error}");
     // A dtype that no combine takes is refused where it is stated.
     let tokens = room.tokens(MAX_TOKENS).combine_dtype(Dtype::Fp8E4m3);
     let error = room.ep.dispatch(&room.stream, &tokens, &room.output(room.capacity)).map(drop).unwrap_err();

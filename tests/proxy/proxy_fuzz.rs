@@ -403,7 +403,6 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         receives: usize::MAX,
         double_buffer_bytes: 0,
         few_tokens: 0,
-        payload_bytes: 0,
         ll_tokens: 0,
         slot_of_rank: false,
         in_place_rows: 0,
