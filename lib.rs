@@ -297,6 +297,10 @@ pub use transport::{network, topology};
 #[cfg(feature = "cli")]
 pub use bindings::cli;
 
+// ---- the C interface
+#[cfg(feature = "c")]
+pub use bindings::c;
+
 // The guide's programs run as tests.
 #[cfg(doctest)]
 #[doc = include_str!("docs/guide.md")]

@@ -1,0 +1,195 @@
+//! Pointers and structs of the caller, checked before anything else is done.
+//!
+//! Place: at the head of every function. On the caller's thread; never waits, and allocates only errors and objects.
+
+use crate::base::{Error, Result};
+use std::ffi::{CStr, c_char};
+use std::mem::MaybeUninit;
+
+/// The largest struct of any version: a larger size is no size.
+const MOST_BYTES: usize = 4096;
+
+/// A struct of the caller's, whose first field is its size in bytes as `uint32_t`.
+///
+/// # Safety
+/// The type is `repr(C)` and begins with that field. If it is [`read`], any bits are a value of it.
+pub(super) unsafe trait Versioned: Copy {
+    /// Its size in the first version that had it.
+    const FIRST: usize;
+}
+
+#[cold]
+fn null(name: &'static str) -> Error {
+    Error::argument(name, "NULL", "give a valid pointer")
+}
+
+/// The object of an argument.
+pub(super) fn object<'a, T>(name: &'static str, given: Option<&'a T>) -> Result<&'a T> {
+    given.ok_or_else(|| null(name))
+}
+
+fn check_pointer<T>(name: &'static str, given: *const T) -> Result<()> {
+    if given.is_null() {
+        return Err(null(name));
+    }
+    if !given.is_aligned() {
+        let advice = format!("its address must be a multiple of {}", align_of::<T>());
+        return Err(Error::argument(name, format!("{given:p}"), advice));
+    }
+    Ok(())
+}
+
+/// Where a new object goes. It is NULL until then, and if the function fails.
+pub(super) struct Out<T>(*mut *mut T);
+
+impl<T> Out<T> {
+    /// # Safety
+    /// `out` is NULL, or can be written.
+    pub unsafe fn new(name: &'static str, out: *mut *mut T) -> Result<Out<T>> {
+        check_pointer(name, out.cast_const())?;
+        // SAFETY: as the caller says; neither NULL nor misaligned.
+        unsafe { out.write(std::ptr::null_mut()) };
+        Ok(Out(out))
+    }
+
+    pub fn give(self, object: T) {
+        // SAFETY: as in `new`, by whose terms the function that has this place can write it.
+        unsafe { self.0.write(Box::into_raw(Box::new(object))) };
+    }
+}
+
+/// Writes a number or a plain struct.
+///
+/// # Safety
+/// `out` is NULL, or can be written.
+pub(super) unsafe fn write<T: Copy>(name: &'static str, out: *mut T, value: T) -> Result<()> {
+    check_pointer(name, out.cast_const())?;
+    // SAFETY: as the caller says; neither NULL nor misaligned.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+/// The size that a struct states.
+///
+/// # Safety
+/// `given` is NULL, or its first four bytes can be read.
+unsafe fn stated_size<T: Versioned>(name: &'static str, given: *const T) -> Result<usize> {
+    const { assert!(size_of::<T>() >= T::FIRST && size_of::<T>() <= MOST_BYTES) };
+    check_pointer(name, given)?;
+    // SAFETY: as the caller says; aligned to more than 4 bytes or as much.
+    let size = unsafe { given.cast::<u32>().read() } as usize;
+    if (T::FIRST..=MOST_BYTES).contains(&size) {
+        return Ok(size);
+    }
+    let advice = format!("it has at least {} bytes: begin with what the struct's function of that name with _init gives",
+        T::FIRST);
+    Err(Error::argument(name, format!("of size {size}"), advice))
+}
+
+/// The caller's struct. Fields that it does not have yet are 0.
+///
+/// # Safety
+/// `given` is NULL, or as many bytes as its size states can be read.
+pub(super) unsafe fn read<T: Versioned>(name: &'static str, given: *const T) -> Result<T> {
+    // SAFETY: as the caller says.
+    let size = unsafe { stated_size(name, given)? };
+    let mut value = MaybeUninit::<T>::zeroed();
+    let known = size.min(size_of::<T>());
+    // SAFETY: `known` bytes can be read, and there is room for them.
+    unsafe { std::ptr::copy_nonoverlapping(given.cast::<u8>(), value.as_mut_ptr().cast::<u8>(), known) };
+    // SAFETY: the bytes behind what is known, which can be read.
+    let tail = unsafe { std::slice::from_raw_parts(given.cast::<u8>().add(known), size - known) };
+    if tail.iter().any(|byte| *byte != 0) {
+        let advice = "a field is set that this library does not know; leave it 0, or use the library of its header";
+        return Err(Error::argument(name, format!("of size {size}, where {} are known", size_of::<T>()), advice));
+    }
+    // SAFETY: any bits are a value of it (`Versioned`), and all are set.
+    Ok(unsafe { value.assume_init() })
+}
+
+/// Fills in the caller's struct, as far as the caller knows it; what it has beyond that becomes 0.
+///
+/// # Safety
+/// `given` is NULL, or as many bytes as its size states can be read and written.
+pub(super) unsafe fn write_struct<T: Versioned>(name: &'static str, given: *mut T, value: T) -> Result<()> {
+    const SIZE: usize = size_of::<u32>();
+    // SAFETY: as the caller says.
+    let size = unsafe { stated_size(name, given.cast_const())? };
+    let known = size.min(size_of::<T>());
+    let (from, to) = ((&raw const value).cast::<u8>(), given.cast::<u8>());
+    // SAFETY: both have `known` bytes, which the caller's may be written; the size stays as it is.
+    unsafe { std::ptr::copy_nonoverlapping(from.add(SIZE), to.add(SIZE), known - SIZE) };
+    // SAFETY: the bytes behind what is known.
+    unsafe { std::ptr::write_bytes(to.add(known), 0, size - known) };
+    Ok(())
+}
+
+/// `count` numbers or plain structs of the caller; none if `count` is 0.
+///
+/// # Safety
+/// `given` is NULL, or `count` elements can be read, as long as the result is used.
+pub(super) unsafe fn list<'a, T: Copy>(name: &'static str, given: *const T, count: usize) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    check_pointer(name, given)?;
+    check_bytes::<T>(name, count)?;
+    // SAFETY: as the caller says; neither NULL nor misaligned, nor beyond the address space.
+    Ok(unsafe { std::slice::from_raw_parts(given, count) })
+}
+
+/// As [`list`], to be written.
+///
+/// # Safety
+/// `given` is NULL, or `count` elements can be written, and nothing else uses them.
+pub(super) unsafe fn list_mut<'a, T: Copy>(name: &'static str, given: *mut T, count: usize) -> Result<&'a mut [T]> {
+    if count == 0 {
+        return Ok(&mut []);
+    }
+    check_pointer(name, given.cast_const())?;
+    check_bytes::<T>(name, count)?;
+    // SAFETY: as the caller says; neither NULL nor misaligned, nor beyond the address space. Bytes and numbers of the
+    // caller's memory have a value.
+    Ok(unsafe { std::slice::from_raw_parts_mut(given, count) })
+}
+
+fn check_bytes<T>(name: &'static str, count: usize) -> Result<()> {
+    match count.checked_mul(size_of::<T>()) {
+        Some(bytes) if bytes <= isize::MAX as usize => Ok(()),
+        _ => Err(Error::argument(name, format!("{count} elements"), "give as many as there are in memory")),
+    }
+}
+
+/// Gives a list to the caller: `*count` is how many there are, and the first `capacity` of them go to `given`.
+///
+/// # Safety
+/// `count` is NULL or can be written; `given` is NULL, or `capacity` elements can be written.
+pub(super) unsafe fn give_list<T: Copy>(
+    given: *mut T,
+    capacity: usize,
+    count: *mut usize,
+    values: impl ExactSizeIterator<Item = T>,
+) -> Result<()> {
+    // SAFETY: as the caller says.
+    unsafe { write("count", count, values.len())? };
+    // SAFETY: as the caller says.
+    let room = unsafe { list_mut("values", given, capacity.min(values.len()))? };
+    room.iter_mut().zip(values).for_each(|(place, value)| *place = value);
+    Ok(())
+}
+
+/// The caller's text; `None` if it is NULL.
+///
+/// # Safety
+/// `given` is NULL, or a string that ends with 0, as long as the result is used.
+pub(super) unsafe fn text<'a>(name: &'static str, given: *const c_char) -> Result<Option<&'a str>> {
+    if given.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: as the caller says.
+    let given = unsafe { CStr::from_ptr(given) };
+    match given.to_str() {
+        Ok(text) => Ok(Some(text)),
+        Err(_) => Err(Error::argument(name, format!("{given:?}"), "give text in UTF-8")),
+    }
+}
