@@ -243,10 +243,11 @@
 //! variants and fields of [`Error`] do not. The oldest Rust that builds the crate is 1.91 (`rust-version` in
 //! Cargo.toml); raising it raises the minor version.
 //!
-//! There are two Cargo features, both on by default. `cuda` adds GPUs; without it the CPU device is the only one.
-//! `cli` adds the program and its dependencies.
+//! Two Cargo features are on by default. `cuda` adds GPUs; without it the CPU device is the only one. `cli` adds the
+//! program and its dependencies. A third one, `c`, adds the C interface, which `bindings/c/install.sh` builds and
+//! installs. Its constant `TOKENYARD_ABI_VERSION` and the library's soname change with every breaking change.
 //!
-//! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
+//! Folders: `bindings` (every way in; the interface is `bindings/api`, that for C `bindings/c`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
 //! map.
 

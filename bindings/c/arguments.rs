@@ -81,8 +81,10 @@ unsafe fn stated_size<T: Versioned>(name: &'static str, given: *const T) -> Resu
     if (T::FIRST..=MOST_BYTES).contains(&size) {
         return Ok(size);
     }
-    let advice = format!("it has at least {} bytes: begin with what the struct's function of that name with _init gives",
-        T::FIRST);
+    let advice = format!(
+        "it has at least {} bytes: begin with what the struct's function of that name with _init gives",
+        T::FIRST
+    );
     Err(Error::argument(name, format!("of size {size}"), advice))
 }
 

@@ -217,7 +217,8 @@ pub unsafe extern "C" fn tokenyard_context_refused_sources(
 ) -> tokenyard_status_t {
     guarded(|| {
         let refused = object("context", context)?.all.refused_sources();
-        let refused = refused.iter().map(|(rank, epoch)| tokenyard_rank_epoch_t { epoch: *epoch, rank: rank.0, call: 0 });
+        let refused =
+            refused.iter().map(|(rank, epoch)| tokenyard_rank_epoch_t { epoch: *epoch, rank: rank.0, call: 0 });
         // SAFETY: the caller's pointers.
         unsafe { give_list(values, capacity, count, refused) }
     })
@@ -263,10 +264,7 @@ pub unsafe extern "C" fn tokenyard_context_rank_mask(
 
 /// Masks a rank, by its number in the first generation; also while a call waits for it. Needs `missing_ranks`.
 #[unsafe(no_mangle)]
-pub extern "C" fn tokenyard_context_mask_rank(
-    context: Option<&tokenyard_context_t>,
-    rank: u32,
-) -> tokenyard_status_t {
+pub extern "C" fn tokenyard_context_mask_rank(context: Option<&tokenyard_context_t>, rank: u32) -> tokenyard_status_t {
     guarded(|| object("context", context)?.all.mask_rank(Rank(rank)))
 }
 
