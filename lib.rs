@@ -247,9 +247,9 @@
 //! program and its dependencies. A third one, `c`, adds the C interface, which `bindings/c/install.sh` builds and
 //! installs. Its constant `TOKENYARD_ABI_VERSION` and the library's soname change with every breaking change.
 //!
-//! Folders: `bindings` (every way in; the interface is `bindings/api`, that for C `bindings/c`), `proxy` (the host proxy between nodes),
-//! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
-//! map.
+//! Folders: `bindings` (every way in; the interface is `bindings/api`, and for C `bindings/c`), `proxy` (the host proxy
+//! between nodes), `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks).
+//! docs/design.md has the map.
 
 // The program refers to the library by the name that users write.
 #[cfg(feature = "cli")]

@@ -195,3 +195,94 @@ pub(super) unsafe fn text<'a>(name: &'static str, given: *const c_char) -> Resul
         Err(_) => Err(Error::argument(name, format!("{given:?}"), "give text in UTF-8")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct Grown {
+        size: u32,
+        first: u32,
+        second: u64,
+        added: u64,
+    }
+
+    // SAFETY: a C struct of numbers that begins with its size.
+    unsafe impl Versioned for Grown {
+        const FIRST: usize = 16;
+    }
+
+    /// Memory of a struct that is `size` bytes long, of more bytes with the value 7.
+    fn bytes(size: u32) -> [u64; 5] {
+        let sevens = u64::from_ne_bytes([7; 8]);
+        let mut words = [sevens; 5];
+        words[0] = u64::from_ne_bytes([size.to_ne_bytes(), [7; 4]].concat().try_into().unwrap());
+        words
+    }
+
+    fn read_grown(words: &[u64; 5]) -> Result<Grown> {
+        // SAFETY: as many words as any size of these tests states that is not refused.
+        unsafe { read("grown", words.as_ptr().cast::<Grown>()) }
+    }
+
+    #[test]
+    fn fields_that_an_older_caller_lacks_are_0() {
+        let sevens = u64::from_ne_bytes([7; 8]);
+        let first = u32::from_ne_bytes([7; 4]);
+        let grown = |size, added| Grown { size, first, second: sevens, added };
+        assert_eq!(read_grown(&bytes(16)).unwrap(), grown(16, 0));
+        assert_eq!(read_grown(&bytes(24)).unwrap(), grown(24, sevens));
+        // A field that is cut in two is no version, but does no harm.
+        assert_eq!(read_grown(&bytes(20)).unwrap().added, u64::from_ne_bytes([7, 7, 7, 7, 0, 0, 0, 0]));
+    }
+
+    #[test]
+    fn fields_that_a_newer_caller_has_must_be_0() {
+        let text = read_grown(&bytes(40)).unwrap_err().to_string();
+        assert!(text.contains("argument grown is of size 40, where 24 are known"), "{text}");
+        let mut words = bytes(40);
+        words[3..].fill(0);
+        assert_eq!(read_grown(&words).unwrap().size, 40);
+    }
+
+    #[test]
+    fn sizes_that_no_version_has_are_refused() {
+        for size in [0, 4, 15, 4097, u32::MAX] {
+            let text = read_grown(&bytes(size)).unwrap_err().to_string();
+            assert!(text.contains(&format!("argument grown is of size {size}: it has at least 16 bytes")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_struct_is_filled_in_as_far_as_the_caller_knows_it() {
+        let value = Grown { size: 0, first: 1, second: 2, added: 3 };
+        let fill = |size| {
+            let mut words = bytes(size);
+            // SAFETY: as many words as `size` states.
+            unsafe { write_struct("grown", words.as_mut_ptr().cast::<Grown>(), value).unwrap() };
+            words
+        };
+        let head =
+            |size: u32| u64::from_ne_bytes([size.to_ne_bytes(), 1u32.to_ne_bytes()].concat().try_into().unwrap());
+        let sevens = u64::from_ne_bytes([7; 8]);
+        assert_eq!(fill(16), [head(16), 2, sevens, sevens, sevens]);
+        assert_eq!(fill(24), [head(24), 2, 3, sevens, sevens]);
+        assert_eq!(fill(40), [head(40), 2, 3, 0, 0]);
+    }
+
+    #[test]
+    fn lists_give_what_there_is_room_for_and_how_many_there_are() {
+        let (mut room, mut count) = ([9u32; 2], 0);
+        // SAFETY: the pointers are of what they are said to be of.
+        unsafe { give_list(room.as_mut_ptr(), 2, &raw mut count, [1, 2, 3].into_iter()).unwrap() };
+        assert_eq!((room, count), ([1, 2], 3));
+        // SAFETY: as above; no element is written.
+        unsafe { give_list(std::ptr::null_mut::<u32>(), 0, &raw mut count, [1].into_iter()).unwrap() };
+        assert_eq!(count, 1);
+        // SAFETY: as above.
+        let refused = unsafe { give_list(std::ptr::null_mut::<u32>(), 1, &raw mut count, [1].into_iter()) };
+        assert!(refused.unwrap_err().to_string().contains("values is NULL"));
+    }
+}

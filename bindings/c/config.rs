@@ -4,6 +4,7 @@
 
 use super::arguments::{Versioned, list};
 use super::device::tokenyard_device_t;
+use super::proxy::tokenyard_proxy_t;
 use super::values::{
     arena, choice, dtype, format, length, milliseconds, missing, number, partial, tokenyard_arena_t,
     tokenyard_choice_t, tokenyard_dtype_t, tokenyard_format_t, tokenyard_missing_t, tokenyard_partial_t,
@@ -122,13 +123,15 @@ pub struct tokenyard_config_t {
     pub other_formats: *const tokenyard_call_format_t,
     /// How many `other_formats` there are.
     pub other_formats_count: usize,
+    /// This rank's proxy, mandatory in a world of several nodes. Ranks differ.
+    pub proxy: *const tokenyard_proxy_t,
     /// Optional settings; NULL: defaults.
     pub tuning: *const tokenyard_tuning_t,
 }
 
 // SAFETY: as above.
 unsafe impl Versioned for tokenyard_config_t {
-    const FIRST: usize = 112;
+    const FIRST: usize = 120;
 }
 
 impl tokenyard_call_format_t {
@@ -204,6 +207,10 @@ pub(super) unsafe fn builder(world: &World, given: &tokenyard_config_t) -> Resul
     // SAFETY: as the caller says.
     if let Some(device) = unsafe { given.device.as_ref() } {
         builder = builder.device(device.0.clone());
+    }
+    // SAFETY: as the caller says.
+    if let Some(proxy) = unsafe { given.proxy.as_ref() } {
+        builder = builder.proxy(&proxy.0);
     }
     if given.sms != 0 {
         builder = builder.sms(given.sms);

@@ -21,14 +21,17 @@
 //! | numbers that stand for choices, and views | `values` |
 //! | worlds, and all-gathers of the caller | `world` |
 //! | devices, memory | `device` |
+//! | networks between nodes | `proxy` |
 //! | streams, events, graphs | `stream` |
 //! | contexts: their configuration, errors and state | `config`, `context` |
 //! | structs of calls | `calls` |
 //! | dispatch and combine, and what is under way | `dispatch`, `again`, `combine`, `flight` |
 //! | ends of waits before their deadlines | `interrupt` |
 //!
-//! Left out: proxies and networks, and so contexts of several nodes; `AllToAll::dispatch_statistics`,
-//! `combine_statistics` and `dispatched_bytes`; `World::agree` and `exchange_fds`; topology; the program.
+//! Left out: networks of the caller's own and emulated ones, and most settings of networks; `AllToAll::flag_place`,
+//! `dispatch_statistics`, `combine_statistics` and `dispatched_bytes`; `Plan::explain` and `buffers`;
+//! `Tuning::gdrcopy`, for which there is `TOKENYARD_GDRCOPY`; `World::agree` and `exchange_fds`; joining a later
+//! generation from outside; topology; the program.
 //!
 //! [`View::from_raw`]: crate::kernels::View::from_raw
 
@@ -49,7 +52,38 @@ pub mod device;
 pub mod dispatch;
 pub mod flight;
 pub mod interrupt;
+pub mod proxy;
 pub mod status;
 pub mod stream;
 pub mod values;
 pub mod world;
+
+#[cfg(test)]
+mod tests {
+    use super::arguments::Versioned;
+
+    fn has_not_grown<T: Versioned>() {
+        assert_eq!(size_of::<T>(), T::FIRST, "{}", std::any::type_name::<T>());
+    }
+
+    /// A struct that grows leaves this list. Its first version stays as it was.
+    #[test]
+    fn structs_of_the_first_version_have_its_sizes() {
+        has_not_grown::<super::status::tokenyard_error_info_t>();
+        has_not_grown::<super::world::tokenyard_over_t>();
+        has_not_grown::<super::world::tokenyard_bootstrap_t>();
+        has_not_grown::<super::world::tokenyard_world_info_t>();
+        has_not_grown::<super::device::tokenyard_device_info_t>();
+        has_not_grown::<super::proxy::tokenyard_proxy_config_t>();
+        has_not_grown::<super::config::tokenyard_tuning_t>();
+        has_not_grown::<super::config::tokenyard_config_t>();
+        has_not_grown::<super::context::tokenyard_context_info_t>();
+        has_not_grown::<super::context::tokenyard_in_place_t>();
+        has_not_grown::<super::calls::tokenyard_tokens_t>();
+        has_not_grown::<super::calls::tokenyard_output_t>();
+        has_not_grown::<super::calls::tokenyard_rows_t>();
+        has_not_grown::<super::calls::tokenyard_combined_t>();
+        has_not_grown::<super::calls::tokenyard_new_rows_t>();
+        has_not_grown::<super::calls::tokenyard_placed_t>();
+    }
+}

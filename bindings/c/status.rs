@@ -264,3 +264,87 @@ pub unsafe extern "C" fn tokenyard_last_error_info(info: *mut tokenyard_error_in
         Err(_) => TOKENYARD_INTERNAL,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CStr;
+
+    fn last() -> String {
+        // SAFETY: a string that is good until this thread's next failure.
+        unsafe { CStr::from_ptr(tokenyard_last_error()) }.to_string_lossy().into_owned()
+    }
+
+    fn info() -> tokenyard_error_info_t {
+        let mut info = tokenyard_error_info_t { size: size_of::<tokenyard_error_info_t>() as u32, ..no_error() };
+        // SAFETY: a struct of its size.
+        assert_eq!(unsafe { tokenyard_last_error_info(&raw mut info) }, TOKENYARD_OK);
+        info
+    }
+
+    fn name(info: &tokenyard_error_info_t) -> &str {
+        // SAFETY: a string that is good until this thread's next failure.
+        unsafe { CStr::from_ptr(info.name) }.to_str().unwrap()
+    }
+
+    #[test]
+    fn a_panic_becomes_a_status_and_its_text_the_last_error() {
+        for panics in [|| panic!("on purpose"), || panic!("on {}", "purpose")] {
+            assert_eq!(guarded(panics), TOKENYARD_INTERNAL);
+            assert_eq!(last(), "a defect of tokenyard: on purpose; please report it");
+            assert_eq!((info().status, info().fatal), (TOKENYARD_INTERNAL, 1));
+        }
+    }
+
+    #[test]
+    fn an_error_has_its_values_until_the_thread_s_next_failure() {
+        assert_eq!((last().as_str(), info().status), ("", TOKENYARD_OK));
+        let timeout = Error::Timeout {
+            rank: Rank(1),
+            site: "a flag",
+            peer: Rank(2),
+            epoch: 3,
+            expected: 4,
+            seen: 5,
+            waited_ms: 6,
+            advice: "",
+        };
+        assert_eq!(guarded(|| Err(timeout)), TOKENYARD_TIMEOUT);
+        assert_eq!(guarded(|| Ok(())), TOKENYARD_OK);
+        let found = info();
+        assert_eq!((found.status, found.fatal, found.rank, found.peer), (TOKENYARD_TIMEOUT, 1, 1, 2));
+        assert_eq!((found.epoch, found.expected, found.seen, found.waited_ms), (3, 4, 5, 6));
+        assert_eq!(name(&found), "a flag");
+        assert!(last().contains("rank 1 waited 6 ms for a flag of rank 2"), "{}", last());
+        std::thread::spawn(|| assert_eq!(last(), "")).join().unwrap();
+        let text = "a \0 within";
+        assert_eq!(guarded(|| Err(Error::argument("pitch", text, "mend it"))), TOKENYARD_INVALID_ARGUMENT);
+        assert_eq!((name(&info()), last().as_str()), ("pitch", "argument pitch is a ? within: mend it"));
+        assert_eq!((info().fatal, info().rank, info().peer, info().epoch), (0, -1, -1, 0));
+    }
+
+    #[test]
+    fn every_error_has_a_status_of_its_own() {
+        let (rank, peer, site) = (Rank(0), Rank(1), "a wait");
+        let errors = [
+            Error::argument("a", 1, ""),
+            Error::config("a", 1, ""),
+            Error::Routing { rank, epoch: 1, problem: String::new() },
+            Error::Capacity { rank, epoch: 1, what: "", needed: 2, given: 1 },
+            Error::Incomplete { rank, epoch: 1, peer },
+            Error::Order { rank, problem: String::new(), fatal: false },
+            Error::Generation { rank, generation: 0, newest: 1 },
+            Error::Timeout { rank, site, peer, epoch: 1, expected: 0, seen: 0, waited_ms: 0, advice: "" },
+            Error::PeerLost { rank, peer, cause: String::new(), site, epoch: 1 },
+            Error::transport("", ""),
+            Error::device("", ""),
+            Error::bootstrap("", ""),
+            Error::interrupted(site, ""),
+        ];
+        for (number, error) in errors.into_iter().enumerate() {
+            assert_eq!(status_of(&error) as usize, number + 1, "{error}");
+            assert_eq!(guarded(|| Err(error.clone())), status_of(&error));
+            assert_eq!(info().fatal == 1, error.is_fatal(), "{error}");
+        }
+    }
+}

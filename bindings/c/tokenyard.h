@@ -100,6 +100,9 @@ typedef struct tokenyard_host_buffer_t tokenyard_host_buffer_t;
 /// Ends waits of a thread: of `tokenyard_stream_synchronize`, of collectives of a world, and of what is made of these.
 typedef struct tokenyard_interrupt_t tokenyard_interrupt_t;
 
+/// A rank's proxy: the thread that posts writes to the network.
+typedef struct tokenyard_proxy_t tokenyard_proxy_t;
+
 /// A dispatch by an earlier handle under way, between its halves.
 typedef struct tokenyard_sent_again_t tokenyard_sent_again_t;
 
@@ -242,6 +245,35 @@ typedef struct {
   size_t bytes;
 } tokenyard_view_t;
 
+/// A network between nodes; it is never left out.
+typedef uint32_t tokenyard_network_t;
+
+/// A network and its proxy, the same on all ranks but for `device`, `names` and `core_plus_1`.
+typedef struct {
+  /// Bytes of this struct.
+  uint32_t size;
+  /// One of `TOKENYARD_NETWORK_*`. Mandatory.
+  tokenyard_network_t network;
+  /// NICs of this rank, as its peers see them; 0: 1. The simulated network has two.
+  uint32_t nics;
+  /// How many `names` there are.
+  uint32_t names_count;
+  /// Devices of verbs or domains of EFA: NIC i uses number i modulo their number. NULL: all that there are.
+  const char *const *names;
+  /// TCP: the local address or host name; NULL: the first that the provider lists.
+  const char *source;
+  /// The GPU whose memory verbs or EFA may register; NULL: host memory alone.
+  const tokenyard_device_t *device;
+  /// A peer that is silent for so long is lost; 0: 1 s. It is to be below the contexts' deadline.
+  uint64_t silence_ms;
+  /// A CPU of the core that the thread is pinned to, plus 1; 0: it runs anywhere.
+  uint32_t core_plus_1;
+  /// Threads of this host that spin, such as proxies. With more of them than cores an idle proxy yields.
+  uint32_t spinners;
+  /// Of the simulated network: what its delays are drawn from.
+  uint64_t seed;
+} tokenyard_proxy_config_t;
+
 /// Format of dispatched rows: elements and scales; 0 stands for the default.
 typedef uint32_t tokenyard_format_t;
 
@@ -361,6 +393,8 @@ typedef struct {
   const tokenyard_call_format_t *other_formats;
   /// How many `other_formats` there are.
   size_t other_formats_count;
+  /// This rank's proxy, mandatory in a world of several nodes. Ranks differ.
+  const tokenyard_proxy_t *proxy;
   /// Optional settings; NULL: defaults.
   const tokenyard_tuning_t *tuning;
 } tokenyard_config_t;
@@ -715,6 +749,21 @@ typedef void (*tokenyard_work_t)(void *user);
 /// In host memory.
 #define TOKENYARD_ARENA_HOST 3
 
+/// RDMA NICs of InfiniBand or RoCE, by libibverbs.
+#define TOKENYARD_NETWORK_VERBS 1
+
+/// EFA, by libfabric.
+#define TOKENYARD_NETWORK_EFA 2
+
+/// TCP, by libfabric.
+#define TOKENYARD_NETWORK_TCP 3
+
+/// Memory of one host, by libfabric 2.1 or later.
+#define TOKENYARD_NETWORK_SHM 4
+
+/// A simulated network between processes of one host, which delays and reorders as much as a real one may: for tests.
+#define TOKENYARD_NETWORK_SIMULATED 5
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -879,6 +928,15 @@ tokenyard_status_t tokenyard_host_buffer_read_i32(const tokenyard_host_buffer_t 
 
 /// As `tokenyard_buffer_destroy`.
 void tokenyard_host_buffer_destroy(tokenyard_host_buffer_t *buffer);
+
+/// Opens a network and starts the rank's proxy over it. Every rank of a world of several nodes has one, which all its
+/// contexts take by `tokenyard_config_t.proxy`. Collective with the simulated network.
+tokenyard_status_t tokenyard_proxy_create(const tokenyard_world_t *world,
+                                          const tokenyard_proxy_config_t *config,
+                                          tokenyard_proxy_t **proxy);
+
+/// Destroys the object. The thread ends once the contexts of the proxy are gone, too. NULL is allowed.
+void tokenyard_proxy_destroy(tokenyard_proxy_t *proxy);
 
 /// A new stream, which waits for no other.
 tokenyard_status_t tokenyard_stream_create(const tokenyard_device_t *device, tokenyard_stream_t **stream);
@@ -1213,6 +1271,14 @@ static inline tokenyard_world_info_t tokenyard_world_info_init(void) {
 /// A `tokenyard_device_info_t` of the caller's size whose other fields are 0.
 static inline tokenyard_device_info_t tokenyard_device_info_init(void) {
   tokenyard_device_info_t value;
+  memset(&value, 0, sizeof value);
+  value.size = (uint32_t)sizeof value;
+  return value;
+}
+
+/// A `tokenyard_proxy_config_t` of the caller's size whose other fields are 0.
+static inline tokenyard_proxy_config_t tokenyard_proxy_config_init(void) {
+  tokenyard_proxy_config_t value;
   memset(&value, 0, sizeof value);
   value.size = (uint32_t)sizeof value;
   return value;

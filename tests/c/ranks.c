@@ -1,4 +1,7 @@
-/* One rank of a job of processes, whose environment is as torchrun sets it: `ranks layer` or `ranks dies`. */
+/*
+ * One rank of a job of processes, whose environment is as torchrun sets it: `ranks layer`, `ranks nodes` (each rank is a
+ * node, over a simulated network), or `ranks dies`.
+ */
 #include <signal.h>
 #include <time.h>
 
@@ -9,6 +12,7 @@ static tokenyard_device_t *device;
 static tokenyard_stream_t *stream;
 static tokenyard_context_t *context;
 static tokenyard_handle_t *handle;
+static tokenyard_proxy_t *proxy;
 static int rank, ranks;
 
 static void wait_for_calls(void) {
@@ -143,6 +147,34 @@ static void graphs(struct memory *m) {
   tokenyard_graph_destroy(combine);
 }
 
+/* What the environment says, by the caller. */
+static void join(void) {
+  tokenyard_bootstrap_t bootstrap = tokenyard_bootstrap_init();
+  bootstrap.rank = (uint32_t)atoi(getenv("RANK"));
+  bootstrap.local_rank = bootstrap.rank;
+  bootstrap.ranks = (uint32_t)atoi(getenv("WORLD_SIZE"));
+  bootstrap.address = getenv("MASTER_ADDR");
+  bootstrap.port = (uint32_t)atoi(getenv("TOKENYARD_PORT"));
+  bootstrap.timeout_ms = PATIENCE_MS;
+  OK(tokenyard_world_join(&bootstrap, &world));
+}
+
+/* Each rank becomes a node of its own. */
+static void split(void) {
+  tokenyard_proxy_config_t config = tokenyard_proxy_config_init();
+  tokenyard_world_t *whole = world;
+  size_t sizes[MOST_RANKS] = {1, 1, 1, 1}, nodes[MOST_RANKS], count;
+  OK(tokenyard_world_with_nodes(whole, sizes, (size_t)ranks, &world));
+  tokenyard_world_destroy(whole);
+  OK(tokenyard_world_nodes(world, nodes, MOST_RANKS, &count));
+  CHECK(count == (size_t)ranks && nodes[0] == 1);
+  REFUSED(tokenyard_proxy_create(world, &config, &proxy), TOKENYARD_INVALID_ARGUMENT, "argument network is 0");
+  config.network = TOKENYARD_NETWORK_SIMULATED;
+  config.seed = 7;
+  config.silence_ms = PATIENCE_MS / 3;
+  OK(tokenyard_proxy_create(world, &config, &proxy));
+}
+
 static void layer(struct memory *m) {
   tokenyard_context_info_t info = tokenyard_context_info_init();
   uint32_t locals[EXPERTS];
@@ -165,6 +197,23 @@ static void layer(struct memory *m) {
   for (i = 0; i < (size_t)ranks; i++) CHECK(all[i] == 100 + (int32_t)i);
 }
 
+/* The others form a world without the last rank. */
+static void survive(const tokenyard_tokens_t *tokens, const tokenyard_output_t *output) {
+  tokenyard_world_info_t info = tokenyard_world_info_init();
+  tokenyard_world_t *regrouped;
+  uint32_t members[MOST_RANKS] = {0, 1, 2, 3}, found[MOST_RANKS];
+  size_t count, i;
+  OK(tokenyard_world_regroup(world, 1, members, (size_t)ranks - 1, &regrouped));
+  OK(tokenyard_world_info(regrouped, &info));
+  CHECK(info.generation == 1 && info.ranks == (uint32_t)ranks - 1 && info.first_ranks == (uint32_t)ranks);
+  OK(tokenyard_world_members(regrouped, found, MOST_RANKS, &count));
+  CHECK(count == info.ranks);
+  for (i = 0; i < count; i++) CHECK(found[i] == i);
+  CHECK(tokenyard_dispatch(context, stream, tokens, output, handle) == TOKENYARD_GENERATION);
+  OK(tokenyard_world_barrier(regrouped));
+  tokenyard_world_destroy(regrouped);
+}
+
 /* The last rank dies without a word; the others are told so within the deadline. */
 static void dies(struct memory *m) {
   tokenyard_tokens_t tokens = tokens_in(m);
@@ -182,6 +231,7 @@ static void dies(struct memory *m) {
   CHECK(strlen(info.name) > 0 && strcmp(info.message, tokenyard_last_error()) == 0);
   /* The context stays closed. */
   CHECK(tokenyard_dispatch(context, stream, &tokens, &output, handle) == status);
+  survive(&tokens, &output);
 }
 
 int main(int count, char **arguments) {
@@ -189,18 +239,25 @@ int main(int count, char **arguments) {
   tokenyard_config_t config;
   struct memory *m;
   void *block;
-  int lives = count == 2 && strcmp(arguments[1], "layer") == 0;
-  CHECK(lives || (count == 2 && strcmp(arguments[1], "dies") == 0));
+  const char *what = count == 2 ? arguments[1] : "";
+  int lives = strcmp(what, "dies") != 0;
+  CHECK(strcmp(what, "layer") == 0 || strcmp(what, "nodes") == 0 || !lives);
   CHECK(tokenyard_abi_version() == TOKENYARD_ABI_VERSION);
-  OK(tokenyard_world_from_env(&world));
+  if (lives) {
+    OK(tokenyard_world_from_env(&world));
+  } else {
+    join();
+  }
   OK(tokenyard_world_info(world, &info));
   rank = (int)info.rank;
   ranks = (int)info.ranks;
   CHECK(ranks <= MOST_RANKS && info.nodes == 1 && info.generation == 0);
+  if (strcmp(what, "nodes") == 0) split();
   OK(tokenyard_device_cpu(&device));
   OK(tokenyard_stream_create(device, &stream));
   OK(tokenyard_handle_create(&handle));
   config = config_of(device);
+  config.proxy = proxy;
   if (!lives) config.timeout_ms = 5000;
   OK(tokenyard_context_create(world, &config, &context));
   m = memory_of(rank, ranks, &block);
@@ -213,6 +270,7 @@ int main(int count, char **arguments) {
   /* In an order that is none. */
   tokenyard_world_destroy(world);
   tokenyard_device_destroy(device);
+  tokenyard_proxy_destroy(proxy);
   tokenyard_context_destroy(context);
   tokenyard_stream_destroy(stream);
   tokenyard_handle_destroy(handle);

@@ -182,7 +182,6 @@ fn start(program: &Path, arguments: &[&str], environment: &[(&str, String)]) -> 
         command.env_remove(name);
     }
     command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value)));
-    // The static library keeps what it makes once for good, such as the executor's threads: still reachable, no leak.
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Running(command.spawn().unwrap())
 }
@@ -232,8 +231,10 @@ fn run_all(way: Way, number: u32) {
     };
     alone(&errors);
     alone(&threads);
-    for (rank, (status, said)) in ranks(&of_ranks, "layer", 3, &address(number)).into_iter().enumerate() {
-        assert_eq!((status, said.as_str()), (Some(0), format!("rank {rank} of 3: all right\n").as_str()));
+    for what in ["layer", "nodes"] {
+        for (rank, (status, said)) in ranks(&of_ranks, what, 3, &address(number)).into_iter().enumerate() {
+            assert_eq!((status, said), (Some(0), format!("rank {rank} of 3: all right\n")), "{what}");
+        }
     }
 }
 
@@ -255,9 +256,12 @@ fn programs_under_the_address_sanitizer() {
 #[test]
 fn a_rank_that_dies_is_reported_to_a_program_in_c() {
     let Some(of_ranks) = built(SHARED, &program("ranks.c"), "c11") else { return };
-    let outcomes = ranks(&of_ranks, "dies", 2, &address(4));
-    assert_eq!(outcomes[1].0, None, "killed by itself: {}", outcomes[1].1);
-    assert_eq!((outcomes[0].0, outcomes[0].1.as_str()), (Some(0), "rank 0 of 2: all right\n"));
+    let mut outcomes = ranks(&of_ranks, "dies", 3, &address(4));
+    let (status, said) = outcomes.pop().unwrap();
+    assert_eq!(status, None, "killed by itself: {said}");
+    for (rank, (status, said)) in outcomes.into_iter().enumerate() {
+        assert_eq!((status, said), (Some(0), format!("rank {rank} of 3: all right\n")));
+    }
 }
 
 #[test]

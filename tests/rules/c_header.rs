@@ -7,11 +7,12 @@ use cbindgen::{Braces, Builder, Config, DocumentationStyle, Language, Style};
 
 const HEADER: &str = "bindings/c/tokenyard.h";
 /// In the order in which a reader needs them.
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     "status",
     "values",
     "world",
     "device",
+    "proxy",
     "stream",
     "config",
     "context",
@@ -26,8 +27,8 @@ const SOURCES: [&str; 13] = [
 /// Structs that the caller fills in; each gets a function with the suffix `_init`.
 fn versioned() -> Vec<String> {
     let marker = "unsafe impl Versioned for ";
-    let text = |name: &&str| std::fs::read_to_string(root().join(format!("bindings/c/{name}.rs"))).unwrap();
-    let texts: Vec<String> = SOURCES.iter().map(|name| text(&name)).collect();
+    let text = |name: &str| std::fs::read_to_string(root().join(format!("bindings/c/{name}.rs"))).unwrap();
+    let texts = SOURCES.map(text);
     let lines = texts.iter().flat_map(|text| text.lines());
     lines.filter_map(|line| line.strip_prefix(marker)?.strip_suffix(" {").map(str::to_owned)).collect()
 }

@@ -68,7 +68,8 @@ fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&st
 }
 
 /// Folders; what their files may name behind `crate::`; and what they may not name besides. A folder imports from lower
-/// ones only: bindings/cli and bindings/c, bindings/api, proxy, then kernels and transport side by side, then the leaves.
+/// ones only: bindings/cli and bindings/c, bindings/api, proxy, then kernels and transport side by side, then the
+/// leaves.
 const DIRECTIONS: [(&str, &[&str], &[&str]); 7] = [
     ("kernels/base", &["base"], &[]),
     ("kernels/ffi", &[], &["super::"]),
@@ -80,7 +81,7 @@ const DIRECTIONS: [(&str, &[&str], &[&str]); 7] = [
         &["base", "bindings", "ffi", "kernels", "proxy", "transport"],
         &["crate::bindings::c", "clap", "serde"],
     ),
-    ("bindings/c", &["base", "bindings", "kernels", "transport"], &["crate::bindings::cli", "clap", "serde"]),
+    ("bindings/c", &["base", "bindings", "kernels", "proxy", "transport"], &["crate::bindings::cli", "clap", "serde"]),
 ];
 
 /// What a line names behind `crate::` or the crate's own name, up to what is no part of an identifier. A string that
