@@ -113,7 +113,7 @@ typedef struct tokenyard_sent_t tokenyard_sent_t;
 /// A queue of a device.
 typedef struct tokenyard_stream_t tokenyard_stream_t;
 
-/// A rank's membership in a world. Objects of several threads may be the same world.
+/// A rank's membership in a world. Several threads may use it; collectives are made one at a time.
 typedef struct tokenyard_world_t tokenyard_world_t;
 
 /// The values of an error; see `tokenyard_last_error_info`.
@@ -198,7 +198,8 @@ typedef struct {
   uint32_t local_rank_plus_1;
   /// The all-gather of these ranks.
   tokenyard_all_gather_t all_gather;
-  /// Is called when the world and all its contexts are gone, or if the world is not formed; may be NULL.
+  /// Is called when the world and all its contexts are gone, or if the world is not formed; not where the function
+  /// that was given this struct returns `TOKENYARD_INVALID_ARGUMENT`. May be NULL.
   tokenyard_release_t release;
   /// What both functions are called with; any thread may call them.
   void *user;

@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Most bytes that an all-gather of the caller's is asked for in one call.
 const MOST_GATHERED: usize = 1 << 30;
 
-/// A rank's membership in a world. Objects of several threads may be the same world.
+/// A rank's membership in a world. Several threads may use it; collectives are made one at a time.
 pub struct tokenyard_world_t(pub(super) World);
 
 /// The caller's own all-gather of equal lengths: puts `bytes` bytes from `mine` of each rank into `all`, by rank, and
@@ -48,7 +48,8 @@ pub struct tokenyard_over_t {
     pub local_rank_plus_1: u32,
     /// The all-gather of these ranks.
     pub all_gather: tokenyard_all_gather_t,
-    /// Is called when the world and all its contexts are gone, or if the world is not formed; may be NULL.
+    /// Is called when the world and all its contexts are gone, or if the world is not formed; not where the function
+    /// that was given this struct returns `TOKENYARD_INVALID_ARGUMENT`. May be NULL.
     pub release: tokenyard_release_t,
     /// What both functions are called with; any thread may call them.
     pub user: *mut c_void,

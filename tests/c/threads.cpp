@@ -1,5 +1,5 @@
 // The C interface from C++: ranks are threads, of a world of threads and of a world over an all-gather of this program.
-// Layouts other than the contiguous one, bf16, payloads, masks.
+// Layouts other than the contiguous one, payloads, masks, formats by call, placements, in-place output.
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -298,6 +298,134 @@ void without_the_other(World world) {
   free(block);
 }
 
+constexpr int WIDE = 256;
+
+void with_fp8(tokenyard_config_t& config) {
+  static const tokenyard_call_format_t fp8 = [] {
+    tokenyard_call_format_t made;
+    memset(&made, 0, sizeof made);
+    made.hidden = WIDE;
+    made.max_tokens = MAX_TOKENS;
+    made.format = TOKENYARD_FORMAT_FP8_F32;
+    made.combine_dtype = TOKENYARD_DTYPE_FP32;
+    return made;
+  }();
+  config.other_formats = &fp8;
+  config.other_formats_count = 1;
+}
+
+unsigned char byte_of(int rank, int token, int column) {
+  return static_cast<unsigned char>((rank * 31 + token * 7 + column) % 120);
+}
+
+float scale_of(int rank, int token, int block) { return static_cast<float>(1 + rank * 100 + token * 10 + block); }
+
+/// A call of another format than the context's: fp8 rows of other columns, whose scales lie without gaps.
+void of_another_format(World world) {
+  Rank own(std::move(world), with_fp8);
+  void* block;
+  memory* m = memory_of(own.rank, own.ranks, &block);
+  alignas(64) static thread_local unsigned char x[MAX_TOKENS][WIDE], rows[MOST_ROWS][WIDE];
+  float scales[MAX_TOKENS][WIDE / 128], row_scales[MOST_ROWS][WIDE / 128];
+  for (int t = 0; t < MAX_TOKENS; t++) {
+    for (int c = 0; c < WIDE; c++) x[t][c] = byte_of(own.rank, t, c);
+    for (int b = 0; b < WIDE / 128; b++) scales[t][b] = scale_of(own.rank, t, b);
+  }
+  tokenyard_tokens_t tokens = tokens_in(m);
+  tokens.format = TOKENYARD_FORMAT_FP8_F32;
+  tokens.hidden = WIDE;
+  tokens.x = VIEW(x);
+  tokens.scales = VIEW(scales);
+  tokenyard_output_t output = output_in(m, 1);
+  output.rows = VIEW(rows);
+  output.scales = VIEW(row_scales);
+  const auto check = [&](int sign) {
+    own.wait();
+    CHECK(m->row_count > 0);
+    for (int i = 0; i < m->row_count; i++) {
+      const int source = m->source[i][0], token = m->source[i][1];
+      for (int c = 0; c < WIDE; c++) CHECK(rows[i][c] == byte_of(source, token, c));
+      for (int b = 0; b < WIDE / 128; b++)
+        CHECK(row_scales[i][b] == static_cast<float>(sign) * scale_of(source, token, b));
+    }
+  };
+  OK(tokenyard_dispatch(own.context.get(), own.stream.get(), &tokens, &output, own.handle.get()));
+  check(1);
+  // Again with other scales, by halves.
+  for (int t = 0; t < MAX_TOKENS; t++)
+    for (int b = 0; b < WIDE / 128; b++) scales[t][b] = -scales[t][b];
+  tokenyard_new_rows_t new_rows = tokenyard_new_rows_init();
+  new_rows.count = tokens.count;
+  new_rows.x = VIEW(x);
+  new_rows.scales = VIEW(scales);
+  tokenyard_placed_t placed = tokenyard_placed_init();
+  placed.rows = VIEW(rows);
+  placed.scales = VIEW(row_scales);
+  tokenyard_sent_again_t* sent;
+  OK(tokenyard_sent_again_create(&sent));
+  REFUSED(tokenyard_dispatch_again_send(own.context.get(), own.stream.get(), own.handle.get(), &new_rows, sent),
+          TOKENYARD_INVALID_ARGUMENT, "scale_row_stride_bytes is 0");
+  new_rows.scale_row_stride_bytes = sizeof scales[0];
+  new_rows.scale_column_stride_bytes = sizeof scales[0][0];
+  OK(tokenyard_dispatch_again_send(own.context.get(), own.stream.get(), own.handle.get(), &new_rows, sent));
+  OK(tokenyard_dispatch_again_recv(own.context.get(), own.stream.get(), sent, &placed));
+  check(-1);
+  tokenyard_sent_again_destroy(sent);
+  OK(tokenyard_world_barrier(own.world.get()));
+  free(block);
+}
+
+void placed_backwards(tokenyard_config_t& config) {
+  static const uint32_t ranks_of[EXPERTS] = {1, 1, 1, 0, 0, 0, 0};
+  static tokenyard_tuning_t tuning = [] {
+    tokenyard_tuning_t made = tokenyard_tuning_init();
+    made.in_place_rows = MOST_ROWS;
+    return made;
+  }();
+  config.placement = ranks_of;
+  config.tuning = &tuning;
+}
+
+/// Experts where the caller places them, and rows in the context's own memory.
+void in_place(World world) {
+  Rank own(std::move(world), placed_backwards);
+  void* block;
+  memory* m = memory_of(own.rank, own.ranks, &block);
+  uint32_t locals[EXPERTS];
+  size_t count;
+  OK(tokenyard_context_local_experts(own.context.get(), locals, EXPERTS, &count));
+  CHECK(count == (own.rank == 0 ? 4U : 3U) && locals[0] == (own.rank == 0 ? 3U : 0U));
+  tokenyard_in_place_t place = tokenyard_in_place_init();
+  OK(tokenyard_context_in_place(own.context.get(), &place));
+  CHECK(place.layout.capacity == MOST_ROWS && place.scales.pointer == nullptr && place.pitch_bytes == HIDDEN * 4);
+  tokenyard_tokens_t tokens = tokens_in(m);
+  tokenyard_output_t output = output_in(m, 1);
+  REFUSED(tokenyard_dispatch(own.context.get(), own.stream.get(), &tokens, &output, own.handle.get()),
+          TOKENYARD_INVALID_ARGUMENT, "in_place()");
+  output.rows = place.rows;
+  output.layout = place.layout;
+  OK(tokenyard_dispatch(own.context.get(), own.stream.get(), &tokens, &output, own.handle.get()));
+  own.wait();
+  auto* rows = static_cast<float(*)[HIDDEN]>(place.rows.pointer);
+  for (size_t local = 0, at = 0; local < count; local++) {
+    int wanted[MOST_ROWS][2];
+    CHECK(m->expert_count[local] == rows_of(static_cast<int>(locals[local]), own.ranks, wanted));
+    for (int i = 0; i < m->expert_count[local]; i++, at++)
+      for (int c = 0; c < HIDDEN; c++) {
+        CHECK(rows[at][c] == element(wanted[i][0], wanted[i][1], c));
+        rows[at][c] = computed(static_cast<int>(locals[local]), rows[at][c], c);
+      }
+  }
+  tokenyard_rows_t computed_rows = tokenyard_rows_init();
+  computed_rows.rows = place.rows;
+  tokenyard_combined_t combined = combined_in(m);
+  OK(tokenyard_combine(own.context.get(), own.stream.get(), own.handle.get(), &computed_rows, &combined));
+  own.wait();
+  check_sums(m, own.rank);
+  OK(tokenyard_world_barrier(own.world.get()));
+  free(block);
+}
+
 /// Runs each rank on a thread of its own.
 void run(size_t ranks, void (*rank)(World)) {
   std::vector<tokenyard_world_t*> worlds(ranks);
@@ -346,6 +474,8 @@ int main() {
   run(2, by_token);
   run(3, masked);
   run(2, without_the_other);
+  run(2, of_another_format);
+  run(2, in_place);
   run_over(2);
   printf("threads: all right\n");
   return 0;
