@@ -140,18 +140,20 @@ pub(super) unsafe fn list<'a, T: Copy>(name: &'static str, given: *const T, coun
     Ok(unsafe { std::slice::from_raw_parts(given, count) })
 }
 
-/// As [`list`], to be written.
+/// As [`list`], to be written; all bytes are 0 at first.
 ///
 /// # Safety
-/// `given` is NULL, or `count` elements can be written, and nothing else uses them.
+/// `given` is NULL, or `count` elements can be written, and nothing else uses them. Bytes that are 0 are a value of T.
 pub(super) unsafe fn list_mut<'a, T: Copy>(name: &'static str, given: *mut T, count: usize) -> Result<&'a mut [T]> {
     if count == 0 {
         return Ok(&mut []);
     }
     check_pointer(name, given.cast_const())?;
     check_bytes::<T>(name, count)?;
-    // SAFETY: as the caller says; neither NULL nor misaligned, nor beyond the address space. Bytes and numbers of the
-    // caller's memory have a value.
+    // SAFETY: as the caller says; neither NULL nor misaligned, nor beyond the address space. The caller's memory may
+    // never have been written.
+    unsafe { given.write_bytes(0, count) };
+    // SAFETY: as above; all of it has just been written.
     Ok(unsafe { std::slice::from_raw_parts_mut(given, count) })
 }
 
