@@ -9,7 +9,14 @@
 
 #include "check.h"
 
-enum { HIDDEN = 64, EXPERTS = 7, TOP_K = 3, MAX_TOKENS = 5, MOST_RANKS = 4, MOST_ROWS = MOST_RANKS * MAX_TOKENS * TOP_K };
+enum {
+  HIDDEN = 64,
+  EXPERTS = 7,
+  TOP_K = 3,
+  MAX_TOKENS = 5,
+  MOST_RANKS = 4,
+  MOST_ROWS = MOST_RANKS * MAX_TOKENS * TOP_K
+};
 
 /* Rank 0 has most tokens, and with three ranks the last one has none. */
 static inline int tokens_of(int rank, int ranks) { return rank > 1 && rank == ranks - 1 ? 0 : MAX_TOKENS - rank; }

@@ -1,6 +1,6 @@
 /*
- * One rank of a job of processes, whose environment is as torchrun sets it: `ranks layer`, `ranks nodes` (each rank is a
- * node, over a simulated network), or `ranks dies`.
+ * One rank of a job of processes, whose environment is as torchrun sets it: `ranks layer`, `ranks nodes` (each rank is
+ * a node, over a simulated network), or `ranks dies`.
  */
 #include <signal.h>
 #include <time.h>
@@ -59,7 +59,8 @@ static void halves(struct memory *m) {
   compute_experts(m, rank, ranks, 1);
   OK(tokenyard_combine_send(context, stream, handle, &rows, combine_sent));
   OK(tokenyard_combine_recv(context, stream, combine_sent, &combined));
-  REFUSED(tokenyard_combine_recv(context, stream, combine_sent, &combined), TOKENYARD_INVALID_ARGUMENT, "sent is empty");
+  REFUSED(tokenyard_combine_recv(context, stream, combine_sent, &combined), TOKENYARD_INVALID_ARGUMENT,
+          "sent is empty");
   wait_for_calls();
   check_sums(m, rank);
   tokenyard_sent_destroy(sent);

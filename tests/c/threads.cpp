@@ -11,12 +11,10 @@
 
 namespace {
 
-template <typename T, void (*destroy)(T*)>
-struct Destroyed {
-  void operator()(T* object) const { destroy(object); }
+template <typename T, void (*destroy)(T *)> struct Destroyed {
+  void operator()(T *object) const { destroy(object); }
 };
-template <typename T, void (*destroy)(T*)>
-using Owned = std::unique_ptr<T, Destroyed<T, destroy>>;
+template <typename T, void (*destroy)(T *)> using Owned = std::unique_ptr<T, Destroyed<T, destroy>>;
 
 using World = Owned<tokenyard_world_t, tokenyard_world_destroy>;
 using Device = Owned<tokenyard_device_t, tokenyard_device_destroy>;
@@ -27,10 +25,10 @@ using HostBuffer = Owned<tokenyard_host_buffer_t, tokenyard_host_buffer_destroy>
 
 /// An all-gather of threads, such as an engine has one of its own.
 class Gathering {
- public:
+public:
   explicit Gathering(int ranks) : ranks_(ranks) {}
 
-  void gather(int rank, const void* mine, size_t bytes, void* all) {
+  void gather(int rank, const void *mine, size_t bytes, void *all) {
     std::unique_lock<std::mutex> lock(mutex_);
     const unsigned round = round_;
     gathered_.resize(bytes * static_cast<size_t>(ranks_));
@@ -46,7 +44,7 @@ class Gathering {
     if (bytes > 0) memcpy(all, result_.data(), result_.size());
   }
 
- private:
+private:
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<char> gathered_, result_;
@@ -56,21 +54,22 @@ class Gathering {
 };
 
 struct User {
-  Gathering* gathering;
+  Gathering *gathering;
   int rank;
   bool released;
 };
 
-extern "C" int32_t all_gather(void* user, const char* what, const void* mine, size_t bytes, void* all, uint64_t timeout) {
-  User* own = static_cast<User*>(user);
+extern "C" int32_t all_gather(void *user, const char *what, const void *mine, size_t bytes, void *all,
+                              uint64_t timeout) {
+  User *own = static_cast<User *>(user);
   CHECK(strlen(what) > 0 && timeout > 0);
   own->gathering->gather(own->rank, mine, bytes, all);
   return 0;
 }
 
-extern "C" void release(void* user) { static_cast<User*>(user)->released = true; }
+extern "C" void release(void *user) { static_cast<User *>(user)->released = true; }
 
-extern "C" int32_t fails(void*, const char*, const void*, size_t, void*, uint64_t) { return 42; }
+extern "C" int32_t fails(void *, const char *, const void *, size_t, void *, uint64_t) { return 42; }
 
 /// What a rank needs; it is let go in an order that is none.
 struct Rank {
@@ -81,23 +80,23 @@ struct Rank {
   Context context;
   Handle handle;
 
-  Rank(World given, void (*change)(tokenyard_config_t&)) : world(std::move(given)) {
+  Rank(World given, void (*change)(tokenyard_config_t &)) : world(std::move(given)) {
     tokenyard_world_info_t info = tokenyard_world_info_init();
     OK(tokenyard_world_info(world.get(), &info));
     rank = static_cast<int>(info.rank);
     ranks = static_cast<int>(info.ranks);
-    tokenyard_device_t* made_device;
+    tokenyard_device_t *made_device;
     OK(tokenyard_device_cpu(&made_device));
     device.reset(made_device);
-    tokenyard_stream_t* made_stream;
+    tokenyard_stream_t *made_stream;
     OK(tokenyard_stream_create(device.get(), &made_stream));
     stream.reset(made_stream);
-    tokenyard_handle_t* made_handle;
+    tokenyard_handle_t *made_handle;
     OK(tokenyard_handle_create(&made_handle));
     handle.reset(made_handle);
     tokenyard_config_t config = config_of(device.get());
     change(config);
-    tokenyard_context_t* made_context;
+    tokenyard_context_t *made_context;
     OK(tokenyard_context_create(world.get(), &config, &made_context));
     context.reset(made_context);
   }
@@ -108,13 +107,13 @@ struct Rank {
   }
 };
 
-void keep(tokenyard_config_t&) {}
+void keep(tokenyard_config_t &) {}
 
 /// Dispatch, experts and combine, as the program in C does it.
 void layer(World world) {
   Rank own(std::move(world), keep);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   tokenyard_tokens_t tokens = tokens_in(m);
   tokenyard_output_t output = output_in(m, 1);
   tokenyard_rows_t rows = rows_in(m);
@@ -129,7 +128,7 @@ void layer(World world) {
   free(block);
 }
 
-void with_payload(tokenyard_config_t& config) {
+void with_payload(tokenyard_config_t &config) {
   static tokenyard_tuning_t tuning = [] {
     tokenyard_tuning_t made = tokenyard_tuning_init();
     made.payload_words = 2;
@@ -143,8 +142,8 @@ void with_payload(tokenyard_config_t& config) {
 /// One row for each (source, token), which this rank sums itself; words go beside the tokens and come back.
 void by_token(World world) {
   Rank own(std::move(world), with_payload);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   float words[MAX_TOKENS][2], row_words[MOST_ROWS][2], back[MAX_TOKENS][2];
   int32_t experts[MOST_ROWS][TOP_K];
   float weights[MOST_ROWS][TOP_K];
@@ -209,17 +208,17 @@ void by_token(World world) {
   free(block);
 }
 
-void weights_with_combine(tokenyard_config_t& config) { config.weights = TOKENYARD_WEIGHTS_COMBINE; }
+void weights_with_combine(tokenyard_config_t &config) { config.weights = TOKENYARD_WEIGHTS_COMBINE; }
 
 /// Room for the most rows of each expert, counts in host memory, weights with combine, sums added to what is there.
 void masked(World world) {
   Rank own(std::move(world), weights_with_combine);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   const int per_expert = own.ranks * MAX_TOKENS;
   std::vector<float> space(static_cast<size_t>(EXPERTS * per_expert * HIDDEN) + 16);
-  float* places = space.data() + (16 - reinterpret_cast<uintptr_t>(space.data()) / 4 % 16);
-  tokenyard_host_buffer_t* host;
+  float *places = space.data() + (16 - reinterpret_cast<uintptr_t>(space.data()) / 4 % 16);
+  tokenyard_host_buffer_t *host;
   OK(tokenyard_host_buffer_create(own.device.get(), (EXPERTS + 1) * 4, &host));
   const HostBuffer kept(host);
   tokenyard_tokens_t tokens = tokens_in(m);
@@ -241,7 +240,7 @@ void masked(World world) {
     CHECK(count == rows_of(e, own.ranks, wanted) && count == m->expert_count[local]);
     for (int i = 0; i < count; i++)
       for (int c = 0; c < HIDDEN; c++) {
-        float& place = places[(local * per_expert + i) * HIDDEN + c];
+        float &place = places[(local * per_expert + i) * HIDDEN + c];
         CHECK(place == element(wanted[i][0], wanted[i][1], c));
         place = computed(e, place, c);
       }
@@ -262,13 +261,13 @@ void masked(World world) {
   free(block);
 }
 
-void masking(tokenyard_config_t& config) { config.missing_ranks = TOKENYARD_MISSING_MASKED; }
+void masking(tokenyard_config_t &config) { config.missing_ranks = TOKENYARD_MISSING_MASKED; }
 
 /// Rank 0 goes on without rank 1, and rank 1 without rank 0: each keeps the terms of its own experts.
 void without_the_other(World world) {
   Rank own(std::move(world), masking);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   tokenyard_view_t mask;
   OK(tokenyard_context_rank_mask(own.context.get(), &mask));
   CHECK(mask.bytes == static_cast<size_t>(own.ranks) * 4);
@@ -300,7 +299,7 @@ void without_the_other(World world) {
 
 constexpr int WIDE = 256;
 
-void with_fp8(tokenyard_config_t& config) {
+void with_fp8(tokenyard_config_t &config) {
   static const tokenyard_call_format_t fp8 = [] {
     tokenyard_call_format_t made;
     memset(&made, 0, sizeof made);
@@ -323,8 +322,8 @@ float scale_of(int rank, int token, int block) { return static_cast<float>(1 + r
 /// A call of another format than the context's: fp8 rows of other columns, whose scales lie without gaps.
 void of_another_format(World world) {
   Rank own(std::move(world), with_fp8);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   alignas(64) static thread_local unsigned char x[MAX_TOKENS][WIDE], rows[MOST_ROWS][WIDE];
   float scales[MAX_TOKENS][WIDE / 128], row_scales[MOST_ROWS][WIDE / 128];
   for (int t = 0; t < MAX_TOKENS; t++) {
@@ -361,7 +360,7 @@ void of_another_format(World world) {
   tokenyard_placed_t placed = tokenyard_placed_init();
   placed.rows = VIEW(rows);
   placed.scales = VIEW(row_scales);
-  tokenyard_sent_again_t* sent;
+  tokenyard_sent_again_t *sent;
   OK(tokenyard_sent_again_create(&sent));
   REFUSED(tokenyard_dispatch_again_send(own.context.get(), own.stream.get(), own.handle.get(), &new_rows, sent),
           TOKENYARD_INVALID_ARGUMENT, "scale_row_stride_bytes is 0");
@@ -375,7 +374,7 @@ void of_another_format(World world) {
   free(block);
 }
 
-void placed_backwards(tokenyard_config_t& config) {
+void placed_backwards(tokenyard_config_t &config) {
   static const uint32_t ranks_of[EXPERTS] = {1, 1, 1, 0, 0, 0, 0};
   static tokenyard_tuning_t tuning = [] {
     tokenyard_tuning_t made = tokenyard_tuning_init();
@@ -389,8 +388,8 @@ void placed_backwards(tokenyard_config_t& config) {
 /// Experts where the caller places them, and rows in the context's own memory.
 void in_place(World world) {
   Rank own(std::move(world), placed_backwards);
-  void* block;
-  memory* m = memory_of(own.rank, own.ranks, &block);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
   uint32_t locals[EXPERTS];
   size_t count;
   OK(tokenyard_context_local_experts(own.context.get(), locals, EXPERTS, &count));
@@ -406,7 +405,7 @@ void in_place(World world) {
   output.layout = place.layout;
   OK(tokenyard_dispatch(own.context.get(), own.stream.get(), &tokens, &output, own.handle.get()));
   own.wait();
-  auto* rows = static_cast<float(*)[HIDDEN]>(place.rows.pointer);
+  auto *rows = static_cast<float(*)[HIDDEN]>(place.rows.pointer);
   for (size_t local = 0, at = 0; local < count; local++) {
     int wanted[MOST_ROWS][2];
     CHECK(m->expert_count[local] == rows_of(static_cast<int>(locals[local]), own.ranks, wanted));
@@ -428,11 +427,11 @@ void in_place(World world) {
 
 /// Runs each rank on a thread of its own.
 void run(size_t ranks, void (*rank)(World)) {
-  std::vector<tokenyard_world_t*> worlds(ranks);
+  std::vector<tokenyard_world_t *> worlds(ranks);
   OK(tokenyard_world_threads(ranks, worlds.data()));
   std::vector<std::thread> threads;
-  for (tokenyard_world_t* world : worlds) threads.emplace_back([=] { rank(World(world)); });
-  for (std::thread& thread : threads) thread.join();
+  for (tokenyard_world_t *world : worlds) threads.emplace_back([=] { rank(World(world)); });
+  for (std::thread &thread : threads) thread.join();
 }
 
 /// Worlds over an all-gather of this program.
@@ -441,7 +440,7 @@ void run_over(int ranks) {
   std::vector<User> users;
   for (int rank = 0; rank < ranks; rank++) users.push_back({&gathering, rank, false});
   std::vector<std::thread> threads;
-  for (User& user : users) {
+  for (User &user : users) {
     threads.emplace_back([&user, ranks] {
       tokenyard_over_t over = tokenyard_over_init();
       over.rank = static_cast<uint32_t>(user.rank);
@@ -449,25 +448,25 @@ void run_over(int ranks) {
       over.all_gather = all_gather;
       over.release = release;
       over.user = &user;
-      tokenyard_world_t* world;
+      tokenyard_world_t *world;
       OK(tokenyard_world_over(&over, &world));
       layer(World(world));
     });
   }
-  for (std::thread& thread : threads) thread.join();
-  for (const User& user : users) CHECK(user.released);
+  for (std::thread &thread : threads) thread.join();
+  for (const User &user : users) CHECK(user.released);
   User lonely{&gathering, 0, false};
   tokenyard_over_t over = tokenyard_over_init();
   over.ranks = 2;
   over.all_gather = fails;
   over.release = release;
   over.user = &lonely;
-  tokenyard_world_t* world;
+  tokenyard_world_t *world;
   REFUSED(tokenyard_world_over(&over, &world), TOKENYARD_BOOTSTRAP, "returned 42");
   CHECK(world == nullptr && lonely.released);
 }
 
-}  // namespace
+} // namespace
 
 int main() {
   run(3, layer);
