@@ -234,6 +234,7 @@
 //!   [`Proxy::device_needs`], [`dma_buf`] and its [`DmaBuf`].
 //! - [`topology`], unstable until real networks have used it, too.
 //! - `internals`, which is hidden and changes without notice.
+//! - `c`: its header is stable within a `TOKENYARD_ABI_VERSION`, its Rust paths and types are not.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
 //!   are not.
 //!

@@ -259,7 +259,6 @@ int main(int count, char **arguments) {
   OK(tokenyard_handle_create(&handle));
   config = config_of(device);
   config.proxy = proxy;
-  if (!lives) config.timeout_ms = 5000;
   OK(tokenyard_context_create(world, &config, &context));
   m = memory_of(rank, ranks, &block);
   if (lives) {
