@@ -85,7 +85,8 @@ pub struct tokenyard_rank_epoch_t {
 }
 
 /// Builds a context. Collective: every rank of the world calls it with the same configuration. A failure on one rank is
-/// an error on all.
+/// an error on all. `TOKENYARD_INVALID_ARGUMENT` is the exception: the call was refused on this rank alone, and the
+/// others wait for it until their deadline.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_context_create(
     world: Option<&tokenyard_world_t>,

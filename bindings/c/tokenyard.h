@@ -998,7 +998,8 @@ tokenyard_status_t tokenyard_event_elapsed_us(const tokenyard_event_t *event,
 void tokenyard_event_destroy(tokenyard_event_t *event);
 
 /// Builds a context. Collective: every rank of the world calls it with the same configuration. A failure on one rank is
-/// an error on all.
+/// an error on all. `TOKENYARD_INVALID_ARGUMENT` is the exception: the call was refused on this rank alone, and the
+/// others wait for it until their deadline.
 tokenyard_status_t tokenyard_context_create(const tokenyard_world_t *world,
                                             const tokenyard_config_t *config,
                                             tokenyard_context_t **context);
