@@ -234,6 +234,7 @@
 //!   [`Proxy::device_needs`], [`dma_buf`] and its [`DmaBuf`].
 //! - [`topology`], unstable until real networks have used it, too.
 //! - `internals`, which is hidden and changes without notice.
+//! - `c`: its header is stable within a `TOKENYARD_ABI_VERSION`, its Rust paths and types are not.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
 //!   are not.
 //!
@@ -243,12 +244,13 @@
 //! variants and fields of [`Error`] do not. The oldest Rust that builds the crate is 1.91 (`rust-version` in
 //! Cargo.toml); raising it raises the minor version.
 //!
-//! There are two Cargo features, both on by default. `cuda` adds GPUs; without it the CPU device is the only one.
-//! `cli` adds the program and its dependencies.
+//! Two Cargo features are on by default. `cuda` adds GPUs; without it the CPU device is the only one. `cli` adds the
+//! program and its dependencies. A third one, `c`, adds the C interface, which `bindings/c/install.sh` builds and
+//! installs. Its constant `TOKENYARD_ABI_VERSION` and the library's soname change with every breaking change.
 //!
-//! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
-//! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
-//! map.
+//! Folders: `bindings` (every way in; the interface is `bindings/api`, and for C `bindings/c`), `proxy` (the host proxy
+//! between nodes), `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks).
+//! docs/design.md has the map.
 
 // The program refers to the library by the name that users write.
 #[cfg(feature = "cli")]
@@ -296,6 +298,10 @@ pub use transport::{network, topology};
 // ---- the program
 #[cfg(feature = "cli")]
 pub use bindings::cli;
+
+// ---- the C interface
+#[cfg(feature = "c")]
+pub use bindings::c;
 
 // The guide's programs run as tests.
 #[cfg(doctest)]

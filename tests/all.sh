@@ -64,6 +64,18 @@ header() {
   return 1
 }
 
+# Installs a program where it may.
+program() {
+  local command=$1 package=$2
+  command -v "$command" >/dev/null && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && apt-get install -y -qq "$package" >/dev/null; } || true
+  fi
+  command -v "$command" >/dev/null && return 0
+  echo "tests/all.sh lacks $command: install Debian's package $package" >&2
+  return 1
+}
+
 # Makes the VM, and looks whether it runs here.
 boots() { env -u TOKENYARD_STRICT tests/verbs/vm.sh --setup && env -u TOKENYARD_STRICT tests/verbs/vm.sh true; }
 
@@ -75,6 +87,9 @@ setup() {
   # Headers that bindings are compared with, and the libraries themselves.
   want "libfabric and its headers" header /usr/include/rdma/fabric.h libfabric-dev
   want "libibverbs and its headers" header /usr/include/infiniband/mlx5dv.h libibverbs-dev
+  # Compilers of programs that use the C interface.
+  want "clang" program clang clang
+  want "pkg-config" program pkg-config pkg-config
   # QEMU and a kernel with soft-RoCE, in which the network over verbs is tested. What lacks is printed there.
   want "the VM with soft-RoCE" boots
   if [ ! -x .venv/bin/pip ]; then
@@ -95,7 +110,7 @@ format() {
   say "formatting, and the table of mutants"
   python3 tests/mutants.py --check
   cargo fmt --check
-  find kernels benches -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' |
+  find kernels benches tests/c -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' -o -name '*.c' |
     xargs .venv/bin/clang-format --dry-run -Werror
 }
 
@@ -103,7 +118,7 @@ format() {
 lint() {
   say "lints"
   local -x TOKENYARD_LINT=1
-  cargo clippy --all-targets -- -D warnings
+  cargo clippy --all-targets --features c -- -D warnings
   # Without GPUs the library and the program differ, tests do not.
   cargo clippy --no-default-features --features cli --lib --bins -- -D warnings
   # The library alone.
@@ -115,7 +130,7 @@ lint() {
     echo "the library by itself depends on what the program alone needs" >&2
     return 1
   fi
-  RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib
+  RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
 }
 
 # Starts the release build, which uses one core for most of its time, beside the lints.
@@ -145,7 +160,7 @@ build() {
 
 unit() {
   say "Rust tests"
-  cargo test
+  cargo test --features c
 }
 
 # The flags between a proxy's thread and its callers, in all orders; coverage runs this test, too. Builds without GPUs

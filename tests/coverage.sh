@@ -28,7 +28,7 @@ END
 chmod +x "$wrapper"
 # Processes that end write what they counted into one of eight files a program.
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
-build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests --no-run)
+build=(cargo test --no-default-features --features cli,c --target-dir "$target" --lib --bins --tests --no-run)
 "${build[@]}"
 # The program itself stands elsewhere.
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
@@ -88,7 +88,7 @@ over_libfabric2() {
 over_libfabric2
 
 # The documentation's tests link with the crate as it was built above.
-RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli --target-dir "$target" --doc
+RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$target" --doc
 if [ -n "$beside" ]; then
   status=0
   wait "$beside" || status=$?
@@ -98,6 +98,8 @@ if [ -n "$beside" ]; then
 fi
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
+# Programs in C run this one.
+objects+=(--object "$target/tmp/c/libraries/libtokenyard.so")
 "$tools/llvm-profdata" merge -sparse "$target"/profiles/*.profraw -o "$target/all.profdata"
 "$tools/llvm-cov" export -format=lcov -instr-profile "$target/all.profdata" "${objects[@]}" >"$target/lines.info"
 python3 tests/coverage.py "$target/lines.info" 85

@@ -6,6 +6,9 @@
 //! A lock that nobody else holds makes no call and is not seen here; that the code of a poll names no lock is tested by
 //! its text. The filter stays on a thread until its process ends, so each run has its own process.
 
+#[cfg(feature = "c")]
+#[path = "proxy_quiet/c_calls.rs"]
+mod c_calls;
 #[path = "proxy_quiet/device.rs"]
 mod device;
 #[path = "rig/double.rs"]

@@ -6,6 +6,8 @@ mod rig;
 #[path = "../rig/wire.rs"]
 mod wire_table;
 
+#[cfg(feature = "c")]
+mod c_interface;
 mod cli;
 mod cli_efa;
 mod cli_nodes;

@@ -22,12 +22,15 @@ const NONE: i64 = -1;
 thread_local! {
     static ASKED: Cell<bool> = const { Cell::new(false) };
     static ON: Cell<bool> = const { Cell::new(false) };
+    /// Allocations and releases of this thread, guarded or not.
+    static OWN: Cell<u64> = const { Cell::new(0) };
 }
 
 /// The system's allocator, and a count of what guarded threads ask of it.
 pub struct Counting;
 
 fn note() {
+    OWN.with(|own| own.set(own.get() + 1));
     if ON.with(Cell::get) {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
     }
@@ -46,6 +49,14 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: as the caller promises.
         unsafe { System.dealloc(pointer, layout) }
     }
+}
+
+/// Allocations and releases of the calling thread while it works.
+#[cfg(feature = "c")]
+pub fn allocations_during(work: impl FnOnce()) -> u64 {
+    let before = OWN.with(Cell::get);
+    work();
+    OWN.with(Cell::get) - before
 }
 
 /// Has the calling thread guarded from a `begin_if_asked` on, once all have asked.

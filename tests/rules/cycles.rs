@@ -317,6 +317,7 @@ fn files_import_each_other_in_one_direction() {
     // Between these folders tests/rules/layers.rs holds the direction.
     for (folder, module) in [
         ("bindings/api", "crate::bindings::api"),
+        ("bindings/c", "crate::bindings::c"),
         ("bindings/cli", "crate::cli"),
         ("proxy", "crate::proxy"),
         ("kernels", "crate::kernels"),

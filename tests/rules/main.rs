@@ -3,6 +3,7 @@
 #[path = "../reference/mod.rs"]
 mod reference;
 
+mod c_header;
 mod cycles;
 mod ffi;
 mod layers;
