@@ -17,7 +17,7 @@ fn word(expert: usize, source: usize, token: usize, j: usize, gathered: bool) ->
         (true, 1) => 0x7fc0_0001 + mixed % 100,
         (true, 2) => 0,
         (true, _) => mixed.wrapping_mul(2_654_435_769),
-        (false, 0) => mixed % 2 << 31,
+        (false, 0) => (mixed % 2) << 31,
         (false, _) => ((mixed % 1000) as f32 / 8.0 - 60.0).to_bits(),
     }
 }
