@@ -109,7 +109,7 @@ setup() {
 format() {
   say "formatting, and the table of mutants"
   python3 tests/mutants.py --check
-  cargo fmt --check
+  cargo fmt --all --check
   find kernels benches tests/c -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' -o -name '*.c' |
     xargs .venv/bin/clang-format --dry-run -Werror
 }

@@ -194,3 +194,49 @@ def test_new_rows_by_an_earlier_handle_and_payloads_of_combine():
         world.barrier()
 
     in_ranks(tokenyard.World.threads(case.ranks), rank)
+
+
+def test_a_single_row_with_gaps_is_refused_and_nothing_is_stored_beside_it():
+    case = Case(ranks=1)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    ids, weights = case.ids[0][:1], case.weights[0][:1]
+    wide = np.arange(case.hidden * 4, dtype=np.float32).reshape(case.hidden, 4)
+    with pytest.raises(ValueError, match="x has the strides"):
+        ep.dispatch(wide[:, :1].T, ids, weights)
+    got = ep.dispatch(case.x[0][:1], ids, weights)
+    with pytest.raises(ValueError, match="out has the strides"):
+        ep.combine(got.rows, got.handle, wide[:, :1].T)
+    np.testing.assert_array_equal(wide.ravel(), np.arange(wide.size))
+    np.testing.assert_allclose(ep.combine(got.rows, got.handle), case.x[0][:1] * (weights * (ids >= 0)).sum(), rtol=BOUND)
+
+
+def test_an_expert_named_several_times_fits_every_layout():
+    tokens, limits = 3, dict(hidden=64, experts=2, top_k=3, max_tokens_per_rank=3, device="cpu", dtype="fp32",
+                             combine_dtype="fp32", duplicates=True)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **limits)
+    x = np.random.default_rng(1).standard_normal((tokens, 64)).astype(np.float32)
+    ids, weights = np.ones((tokens, 3), dtype=np.int32), np.full((tokens, 3), 0.5, dtype=np.float32)
+    for layout in ("contiguous", "masked"):
+        got = ep.dispatch(x, ids, weights, layout=layout)
+        assert got.counts.tolist() == [0, 9]
+        np.testing.assert_allclose(ep.combine(got.rows, got.handle), 1.5 * x, rtol=BOUND)
+
+
+def test_threads_of_one_context_get_the_errors_of_their_own_calls():
+    case = Case(ranks=1)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    bad = case.ids[0].copy()
+    bad[0] = 1
+
+    def thread(number):
+        outcomes = []
+        for _ in range(60):
+            try:
+                ep.dispatch(case.x[0], bad if number else case.ids[0], case.weights[0])
+                outcomes.append(False)
+            except tokenyard.RoutingError:
+                outcomes.append(True)
+        return outcomes
+
+    right, wrong = in_ranks([0, 1], thread)
+    assert not any(right) and all(wrong)

@@ -30,12 +30,12 @@ def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
     wrong = [
         (TypeError, "x is a list", lambda: ep.dispatch([1], ids, weights)),
         (ValueError, "x has the shape", lambda: ep.dispatch(x[0], ids, weights)),
-        (TypeError, "x has elements I32: give rows of fp32", lambda: ep.dispatch(x.astype(np.int32), ids, weights)),
+        (TypeError, "x has elements of type int32: give rows of fp32", lambda: ep.dispatch(x.astype(np.int32), ids, weights)),
         (TypeError, "x has elements of type <f8", lambda: ep.dispatch(x.astype(np.float64), ids, weights)),
         (ValueError, "x runs backwards", lambda: ep.dispatch(x[::-1], ids, weights)),
         (ValueError, "x has the strides", lambda: ep.dispatch(np.zeros((9, 128), dtype=np.float32)[:, ::2], ids, weights)),
         (ValueError, "topk_idx has the shape", lambda: ep.dispatch(x, ids[:-1], weights)),
-        (TypeError, "topk_idx has elements Fp32", lambda: ep.dispatch(x, weights, weights)),
+        (TypeError, "topk_idx has elements of type float32", lambda: ep.dispatch(x, weights, weights)),
         (ValueError, "topk_weights has the shape", lambda: ep.dispatch(x, ids, weights[:, :-1])),
         (tokenyard.ArgumentError, "topk_weight", lambda: ep.dispatch(x, ids)),
         (ValueError, 'layout is "heap"', lambda: tokenyard.Output("heap", got.rows, got.counts)),
@@ -44,7 +44,7 @@ def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
         (ValueError, "rows has the shape", lambda: ep.dispatch_into(tokenyard.Output("contiguous", got.rows[:, :32], counts), x, ids, weights)),
         (ValueError, "out has the shape", lambda: ep.combine(got.rows, handle, x[:, :32])),
         (ValueError, 'device is "tpu"', lambda: alone(device="tpu")),
-        (ValueError, "timeout is -1", lambda: alone(timeout=-1.0)),
+        (ValueError, "timeout is -1e0", lambda: alone(timeout=-1.0)),
         (tokenyard.ConfigError, "top_k is 0", lambda: alone(top_k=0)),
         (TypeError, "unexpected keyword", lambda: alone(hiden=3)),
         (OverflowError, "", lambda: alone(hidden=-1)),
@@ -206,3 +206,60 @@ def test_the_program_runs_with_ranks_as_threads_and_as_processes():
         assert ended.returncode == 0 and "yes" in ended.stdout, ended
     ended = subprocess.run([*command, "bench", "--wold", "2"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "--wold" in ended.stderr, ended
+
+
+def test_ctrl_c_in_an_all_gather_is_ctrl_c_and_other_exceptions_are_causes():
+    def interrupted(what, own, seconds):
+        raise KeyboardInterrupt
+
+    def wrong(what, own, seconds):
+        raise KeyError("key")
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenyard.World.over(0, 2, interrupted)
+    with pytest.raises(tokenyard.BootstrapError) as raised:
+        tokenyard.World.over(0, 2, wrong)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_the_child_of_a_fork_is_refused_and_ends_cleanly():
+    program = """
+import os, sys, numpy as np, tokenyard
+world = tokenyard.World.threads(1)[0]
+ep = tokenyard.AllToAll(world, hidden=64, experts=4, top_k=2, max_tokens_per_rank=4, device="cpu", dtype="fp32", timeout=2.0)
+given = np.zeros((4, 64), np.float32), np.zeros((4, 2), np.int32) + [0, 3], np.ones((4, 2), np.float32)
+ep.dispatch(*given)
+child = os.fork()
+if child == 0:
+    for call in (lambda: ep.dispatch(*given), world.barrier, ep.check):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "before a fork" in str(error)
+        else:
+            raise AssertionError("not refused")
+    del ep, world
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+ep.dispatch(*given)
+world.barrier()
+print("right")
+"""
+    start = time.monotonic()
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "right\n", "")
+    assert time.monotonic() - start < 20
+
+
+def test_choices_and_weights_that_do_not_fit_are_refused():
+    case, ep = alone(weights="combine")
+    got = ep.dispatch(case.x[0], case.ids[0])
+    for shape in ((case.tokens, case.top_k + 1), (case.tokens - 1, case.top_k), (case.top_k, case.tokens)):
+        with pytest.raises(ValueError, match="topk_weights has the shape"):
+            ep.combine(got.rows, got.handle, topk_weights=np.ones(shape, dtype=np.float32))
+    with pytest.raises(TypeError, match="topk_idx has elements of type bool: give int32 or int64"):
+        ep.dispatch(case.x[0], case.ids[0] > 0)
+    with pytest.raises(ValueError, match='dtype is "bfloat16": give one of bf16'):
+        alone(dtype="bfloat16")
+    with pytest.raises(ValueError, match="give seconds from 0 to 1e9"):
+        alone(timeout=float("inf"))

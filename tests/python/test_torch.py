@@ -65,8 +65,26 @@ def test_tensors_that_are_none_of_ours_are_refused():
         ep.dispatch(x.to(torch.complex64), ids, weights)
     with pytest.raises(ValueError, match="x is on meta"):
         ep.dispatch(x.to("meta"), ids, weights)
-    with pytest.raises(TypeError, match="x is sparse|x has"):
-        ep.dispatch(x.to_sparse(), ids, weights)
+    output, _got = ep.output(x)
+    with pytest.raises(TypeError, match="x has the layout torch.sparse"):
+        ep.dispatch_into(output, x.to_sparse(), ids, weights)
+    with pytest.raises(ValueError, match="x is a negative view"):
+        ep.dispatch(torch._neg_view(x), ids, weights)
+
+
+def test_an_output_follows_its_tensors_to_other_memory():
+    case = Case(ranks=1)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    x, ids, weights = (torch.from_numpy(value) for value in (case.x[0], case.ids[0], case.weights[0]))
+    output, got = ep.output(x)
+    got.rows.data = torch.full_like(got.rows, float("nan"))
+    ep.dispatch_into(output, x, ids, weights)
+    for i, expert in enumerate(ep.local_experts):
+        part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+        np.testing.assert_array_equal(got.rows[part].numpy(), case.rows_of(expert))
+    got.rows.data = torch.empty(3, case.hidden)
+    with pytest.raises(ValueError, match="rows has changed since the output was made"):
+        ep.dispatch_into(output, x, ids, weights)
 
 
 def test_the_guides_program_runs():

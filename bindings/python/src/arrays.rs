@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyString};
 use tokenyard::{Device, Dtype, View};
 
 /// Type of an array's elements, as far as calls tell types apart.
@@ -26,6 +26,22 @@ pub(super) enum Element {
 }
 
 impl Element {
+    /// What messages call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Element::Bf16 => "bfloat16",
+            Element::Fp16 => "float16",
+            Element::Fp32 => "float32",
+            Element::Fp8E4m3 => "float8_e4m3fn",
+            Element::I32 => "int32",
+            Element::I64 => "int64",
+            Element::U8 => "uint8",
+            Element::U16 => "uint16",
+            Element::U32 => "uint32",
+            Element::Bool => "bool",
+        }
+    }
+
     pub fn bytes(self) -> usize {
         match self {
             Element::Fp8E4m3 | Element::U8 | Element::Bool => 1,
@@ -84,7 +100,7 @@ pub(super) enum Place {
 /// An array: its memory, shape and strides. Keeps the Python object, and so the memory, alive.
 pub(super) struct Array {
     name: &'static str,
-    _owner: Py<PyAny>,
+    owner: Py<PyAny>,
     pointer: u64,
     shape: Vec<usize>,
     /// In bytes.
@@ -123,14 +139,19 @@ impl Array {
             "cuda" => Place::Cuda(device.getattr(intern!(py, "index"))?.extract::<Option<usize>>()?.unwrap_or(0)),
             other => return Err(PyValueError::new_err(format!("{name} is on {other}: give a tensor on cpu or cuda"))),
         };
-        if tensor.getattr(intern!(py, "is_sparse"))?.is_truthy()? {
-            return Err(PyTypeError::new_err(format!("{name} is sparse: give a dense tensor")));
+        if !tensor.getattr(intern!(py, "layout"))?.is(dense(py)?) {
+            let layout = tensor.getattr(intern!(py, "layout"))?;
+            return Err(PyTypeError::new_err(format!("{name} has the layout {layout}: give a dense tensor")));
+        }
+        if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+            let advice = "its memory holds the negative: give its resolve_neg()";
+            return Err(PyValueError::new_err(format!("{name} is a negative view, {advice}")));
         }
         let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
         strides.iter_mut().for_each(|stride| *stride *= element.bytes());
-        Ok(Array { name, _owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
     }
 
     fn of_interface(
@@ -150,7 +171,9 @@ impl Array {
         let element = element.ok_or_else(|| {
             PyTypeError::new_err(format!("{name} has elements of type {text}: give float, int32, int64 or bytes"))
         })?;
-        let (pointer, read_only): (u64, bool) = field("data")?.extract()?;
+        let Ok((pointer, read_only)) = field("data")?.extract::<(u64, bool)>() else {
+            return Err(PyTypeError::new_err(format!("{name}: the data of its array interface is no address")));
+        };
         if writes && read_only {
             return Err(PyValueError::new_err(format!("{name} is read-only: give an array that can be written")));
         }
@@ -158,13 +181,23 @@ impl Array {
         let strides = interface.get_item("strides")?.filter(|strides| !strides.is_none());
         let strides = match strides {
             Some(strides) => {
-                let signed: Vec<isize> = strides.cast::<PyTuple>()?.extract()?;
+                let signed: Vec<isize> = strides.extract()?;
                 let forward = signed.iter().map(|stride| usize::try_from(*stride)).collect::<Result<_, _>>();
                 forward.map_err(|_| PyValueError::new_err(format!("{name} runs backwards: give a copy of it")))?
             }
             None => packed(&shape, element.bytes()),
         };
-        Ok(Array { name, _owner: value.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, owner: value.clone().unbind(), pointer, shape, strides, element, place })
+    }
+
+    /// The same array as it is now: torch can give a tensor other memory. Refuses another shape, stride or type.
+    pub fn renewed(&self, py: Python<'_>) -> PyResult<Array> {
+        let now = Array::of(self.name, self.owner.bind(py), true)?;
+        if (&now.shape, &now.strides, now.element) != (&self.shape, &self.strides, self.element) {
+            let name = self.name;
+            return Err(PyValueError::new_err(format!("{name} has changed since the output was made: make a new one")));
+        }
+        Ok(now)
     }
 
     /// Elements of the first dimension.
@@ -200,7 +233,9 @@ impl Array {
         if elements.contains(&self.element) {
             return Ok(());
         }
-        Err(PyTypeError::new_err(format!("{} has elements {:?}: give {elements:?}", self.name, self.element)))
+        let wanted: Vec<_> = elements.iter().map(|element| element.name()).collect();
+        let (name, found) = (self.name, self.element.name());
+        Err(PyTypeError::new_err(format!("{name} has elements of type {found}: give {}", wanted.join(" or "))))
     }
 
     /// Refuses rows that cannot be of the dtype.
@@ -208,12 +243,16 @@ impl Array {
         if self.element.holds(dtype) {
             return Ok(());
         }
-        Err(PyTypeError::new_err(format!("{} has elements {:?}: give rows of {dtype}", self.name, self.element)))
+        let found = self.element.name();
+        Err(PyTypeError::new_err(format!("{} has elements of type {found}: give rows of {dtype}", self.name)))
     }
 
     /// Bytes from one row to the next of an array whose rows have no gaps inside.
     pub fn pitch(&self) -> PyResult<usize> {
         let inner = packed(&self.shape, self.element.bytes());
+        if self.shape.contains(&0) {
+            return Ok(inner.first().copied().unwrap_or(0));
+        }
         let rows_apart = self.strides.first().copied().unwrap_or(0);
         let inside = self.strides.iter().zip(&inner).zip(&self.shape).skip(1);
         if inside.into_iter().any(|((stride, packed), length)| *length > 1 && stride != packed) {
@@ -280,6 +319,13 @@ fn packed(shape: &[usize], element: usize) -> Vec<usize> {
     }
     strides.reverse();
     strides
+}
+
+/// torch's layout of dense tensors, a single object.
+fn dense(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static DENSE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let dense = DENSE.get_or_try_init(py, || py.import("torch")?.getattr("strided").map(Bound::unbind))?;
+    Ok(dense.bind(py))
 }
 
 /// The element of one of torch's dtypes, which are single objects.

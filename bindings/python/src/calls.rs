@@ -17,10 +17,10 @@ fn unknown(name: &str, given: &str, known: &[&str]) -> PyErr {
 /// A dtype of rows or sums.
 pub(super) fn dtype(name: &str, given: &str) -> PyResult<Dtype> {
     match given {
-        "bf16" | "bfloat16" => Ok(Dtype::Bf16),
-        "fp16" | "float16" => Ok(Dtype::Fp16),
-        "fp32" | "float32" => Ok(Dtype::Fp32),
-        "fp8" | "float8_e4m3fn" => Ok(Dtype::Fp8E4m3),
+        "bf16" => Ok(Dtype::Bf16),
+        "fp16" => Ok(Dtype::Fp16),
+        "fp32" => Ok(Dtype::Fp32),
+        "fp8" => Ok(Dtype::Fp8E4m3),
         _ => Err(unknown(name, given, &["bf16", "fp16", "fp32", "fp8"])),
     }
 }
@@ -85,9 +85,10 @@ pub(super) fn new_rows(
     let x = Array::of("x", x, false)?;
     x.must_have(2)?;
     x.must_be_rows_of(rows)?;
+    let pitch = x.pitch()?;
     let mut to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?);
     if x.len() > 1 {
-        to = to.pitch_bytes(x.pitch()?);
+        to = to.pitch_bytes(pitch);
     }
     let scales = scales.map(|scales| scale_view(device, scales)).transpose()?;
     Ok(to.scales(scales))
@@ -137,7 +138,7 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
     x.must_be_rows_of(rows)?;
     let ids = Array::of("topk_idx", given.topk_idx, false)?;
     ids.must_have(2)?;
-    ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
+    ids.must_hold(&[Element::I32, Element::I64])?;
     let (tokens, choices) = (x.len(), ids.shape().get(1).copied().unwrap_or(0));
     ids.must_be_shaped(&[tokens, choices])?;
     let count = token_count(device, given.count, tokens)?;
@@ -145,20 +146,14 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
         let (token_bytes, choice_bytes) = array.strides();
         Strides { token_bytes, choice_bytes }
     };
-    let kind = match ids.element {
-        Element::I32 => IndexType::I32,
-        Element::I64 => IndexType::I64,
-        _ => IndexType::Ranks,
-    };
-    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind);
+    let kind = if ids.element == Element::I64 { IndexType::I64 } else { IndexType::I32 };
+    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind).top_k(choices);
+    let pitch = x.pitch()?;
     if tokens > 1 {
-        to = to.pitch_bytes(x.pitch()?);
+        to = to.pitch_bytes(pitch);
     }
     if tokens > 0 {
         to = to.topk_idx_strides(strides_of(&ids));
-    }
-    if kind != IndexType::Ranks {
-        to = to.top_k(choices);
     }
     if let Some(weights) = given.topk_weights {
         let weights = Array::of("topk_weights", weights, false)?;
@@ -272,26 +267,31 @@ impl Output {
 
 impl Output {
     /// As the API takes it. `rows`: dtype of the rows.
-    pub fn of(&self, device: &Device, hidden: usize, rows: Dtype) -> PyResult<tokenyard::Output> {
-        self.rows.must_be_rows_of(rows)?;
-        let mut shape = self.rows.shape().to_vec();
+    pub fn of(&self, py: Python<'_>, device: &Device, hidden: usize, dtype: Dtype) -> PyResult<tokenyard::Output> {
+        let (rows, counts) = (self.rows.renewed(py)?, self.counts.renewed(py)?);
+        rows.must_be_rows_of(dtype)?;
+        let mut shape = rows.shape().to_vec();
         if let Some(columns) = shape.last_mut() {
             *columns = hidden;
         }
-        self.rows.must_be_shaped(&shape)?;
-        let mut to = tokenyard::Output::new(self.layout, self.rows.view(device)?, self.counts.view(device)?);
+        rows.must_be_shaped(&shape)?;
+        let mut to = tokenyard::Output::new(self.layout, rows.view(device)?, counts.view(device)?);
         if matches!(self.layout, Layout::Masked { .. }) {
-            self.rows.must_be_contiguous()?;
-        } else if self.rows.len() > 1 {
-            to = to.pitch_bytes(self.rows.pitch()?);
+            rows.must_be_contiguous()?;
+        } else {
+            let pitch = rows.pitch()?;
+            if rows.len() > 1 {
+                to = to.pitch_bytes(pitch);
+            }
         }
         if let Some(scales) = &self.scales {
+            let scales = scales.renewed(py)?;
             let order = if self.column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor };
             to = to.scales(scales.view(device)?).scale_order(order);
         }
         to = to.zero_padding(self.zero_padding);
         for (name, array) in &self.others {
-            let view = array.view(device)?;
+            let view = array.renewed(py)?.view(device)?;
             to = match *name {
                 "offsets" => to.expert_offset(view),
                 "row_expert" => to.row_expert(view),

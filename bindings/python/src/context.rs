@@ -4,6 +4,7 @@ use super::arrays::{Array, Element};
 use super::calls::{self, Given, Output};
 use super::detached::Detached;
 use super::errors;
+use super::exclusive::{Exclusive, Held};
 use super::worlds::World;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,12 +23,15 @@ pub(super) struct Context {
     device: Device,
     /// Of the CPU device; a GPU's calls go to the caller's.
     stream: Stream,
+    /// Held from a call to the end of its wait, so that a thread gets the errors of its own calls.
+    call: Exclusive,
     /// What calls use whose wait ended before they did.
     in_use: Mutex<Vec<Py<PyAny>>>,
     timeout: Duration,
     hidden: usize,
     rows: Dtype,
     combine: Dtype,
+    top_k: usize,
     quantizes: bool,
     local_experts: Vec<u32>,
 }
@@ -36,12 +40,14 @@ pub(super) struct Context {
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Handle {
     inner: tokenyard::Handle,
+    tokens: usize,
 }
 
 /// A sent dispatch that is to be received.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Sent {
     inner: Mutex<Option<tokenyard::Sent>>,
+    tokens: usize,
     /// Calls in several rounds read them in the second half, too.
     _arrays: Vec<Py<PyAny>>,
 }
@@ -70,8 +76,9 @@ fn device_of(py: Python<'_>, name: &str, local_rank: usize) -> PyResult<Device> 
 
 /// A time that Python gives in seconds.
 fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds)
-        .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}: give seconds from 0 on")))
+    // Above: no deadline that anybody means, and more than some waits can count.
+    let meant = (0.0..=1e9).contains(&seconds).then(|| Duration::from_secs_f64(seconds));
+    meant.ok_or_else(|| PyValueError::new_err(format!("{name} is {seconds:e}: give seconds from 0 to 1e9")))
 }
 
 #[pymethods]
@@ -130,8 +137,21 @@ impl Context {
         let own = world.inner.original(world.inner.rank()).index();
         let local_experts = ep.placement().local_experts(own).to_vec();
         let rows = rows.dtype();
-        let (ep, in_use) = (Detached::new(ep), Mutex::default());
-        Ok(Context { ep, device, stream, in_use, timeout, hidden, rows, combine, quantizes: quantize, local_experts })
+        let (ep, call, in_use) = (Detached::new(ep), Exclusive::default(), Mutex::default());
+        Ok(Context {
+            ep,
+            device,
+            stream,
+            call,
+            in_use,
+            timeout,
+            hidden,
+            rows,
+            combine,
+            top_k,
+            quantizes: quantize,
+            local_experts,
+        })
     }
 
     /// Numbers of the experts of this rank, in the order of outputs.
@@ -163,10 +183,10 @@ impl Context {
     ) -> PyResult<Handle> {
         let given = Given { x, topk_idx, topk_weights, scales, count };
         let tokens = calls::tokens(&self.device, &given, self.input())?;
-        let out = output.get().of(&self.device, self.hidden, self.rows)?;
-        let stream = self.stream(py, stream)?;
+        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
+        let (stream, _held) = self.begin(py, stream)?;
         let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
-        let handle = Handle { inner };
+        let handle = Handle { inner, tokens: x.len()? };
         match self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count, Some(output.as_any())]) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
@@ -191,14 +211,14 @@ impl Context {
     ) -> PyResult<Sent> {
         let given = Given { x, topk_idx, topk_weights, scales, count };
         let tokens = calls::tokens(&self.device, &given, self.input())?;
-        let stream = self.stream(py, stream)?;
+        let (stream, _held) = self.begin(py, stream)?;
         let send = || match counts {
             true => self.ep.dispatch_send_counts(&stream, &tokens),
             false => self.ep.dispatch_send(&stream, &tokens),
         };
         let sent = self.enqueued(py, send)?;
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count];
-        let sent = Sent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
+        let sent = Sent { inner: Mutex::new(Some(sent)), tokens: x.len()?, _arrays: kept(arrays) };
         match self.finished(py, arrays) {
             Ok(()) => Ok(sent),
             // It is to be received, as on the other ranks.
@@ -210,7 +230,8 @@ impl Context {
     /// layout from each rank.
     fn counts(&self, py: Python<'_>, sent: &Sent, seconds: f64) -> PyResult<(Vec<usize>, Vec<usize>)> {
         let seconds = duration("seconds", seconds)?;
-        // Not under the lock: another thread that wants it may hold the interpreter's.
+        let _held = self.hold(py)?;
+        // Not under the mutex: another thread that wants it may hold the interpreter's lock.
         let given = taken(&sent.inner, "sent")?;
         let found = errors::wait(py, || self.ep.counts(&given, seconds));
         *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(given);
@@ -236,24 +257,31 @@ impl Context {
     ) -> PyResult<()> {
         let tokens = calls::new_rows(&self.device, x, scales, count, self.input())?;
         let placed = calls::placed(&self.device, rows, row_scales, column_major, self.rows)?;
-        let stream = self.stream(py, stream)?;
+        let (stream, _held) = self.begin(py, stream)?;
         self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
         self.finished(py, [Some(x), Some(rows), scales, row_scales, count])
     }
 
     /// The receiving half.
     #[pyo3(signature = (sent, output, *, stream=0))]
-    fn dispatch_recv(&self, py: Python<'_>, sent: &Sent, output: &Bound<'_, Output>, stream: u64) -> PyResult<Handle> {
-        let out = output.get().of(&self.device, self.hidden, self.rows)?;
-        let stream = self.stream(py, stream)?;
-        let given = taken(&sent.inner, "sent")?;
+    fn dispatch_recv(
+        &self,
+        py: Python<'_>,
+        sent: &Bound<'_, Sent>,
+        output: &Bound<'_, Output>,
+        stream: u64,
+    ) -> PyResult<Handle> {
+        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
+        let (stream, _held) = self.begin(py, stream)?;
+        let half = sent.get();
+        let given = taken(&half.inner, "sent")?;
         let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
         let inner = outcome.map_err(|refused| {
-            *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
+            *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        let handle = Handle { inner };
-        match self.finished(py, [Some(output.as_any())]) {
+        let handle = Handle { inner, tokens: half.tokens };
+        match self.finished(py, [Some(output.as_any()), Some(sent.as_any())]) {
             Ok(()) => Ok(handle),
             Err(raised) => Err(with(py, raised, "handle", handle)),
         }
@@ -279,14 +307,14 @@ impl Context {
         payload_out: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
-        let (mut from, mut to) = (self.expert_rows(rows, topk_weights)?, self.sums(out, accumulate)?);
+        let (mut from, mut to) = (self.expert_rows(rows, handle, topk_weights)?, self.sums(out, accumulate)?);
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&self.device, payload, payload_out)?;
             (from, to) = (from.payload(given), to.payload(got));
         } else if payload.is_some() || payload_out.is_some() {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
-        let stream = self.stream(py, stream)?;
+        let (stream, _held) = self.begin(py, stream)?;
         self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
         self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out])
     }
@@ -301,8 +329,8 @@ impl Context {
         topk_weights: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<CombineSent> {
-        let from = self.expert_rows(rows, topk_weights)?;
-        let stream = self.stream(py, stream)?;
+        let from = self.expert_rows(rows, handle, topk_weights)?;
+        let (stream, _held) = self.begin(py, stream)?;
         let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let sent = CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
@@ -317,24 +345,41 @@ impl Context {
     fn combine_recv(
         &self,
         py: Python<'_>,
-        sent: &CombineSent,
+        sent: &Bound<'_, CombineSent>,
         out: &Bound<'_, PyAny>,
         accumulate: bool,
         stream: u64,
     ) -> PyResult<()> {
         let to = self.sums(out, accumulate)?;
-        let stream = self.stream(py, stream)?;
-        let given = taken(&sent.inner, "sent")?;
+        let (stream, _held) = self.begin(py, stream)?;
+        let half = sent.get();
+        let given = taken(&half.inner, "sent")?;
         py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
-            *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
+            *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(py, [Some(out)])
+        self.finished(py, [Some(out), Some(sent.as_any())])
     }
 
     /// Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        self.ep.check().map_err(|error| errors::raised(py, &error))
+        let _held = self.hold(py)?;
+        self.found(py)
+    }
+
+    /// The GPU's number; None on the CPU device.
+    #[getter]
+    fn ordinal(&self) -> Option<usize> {
+        self.device.ordinal()
+    }
+}
+
+#[pymethods]
+impl Handle {
+    /// Tokens that this rank dispatched, or has room for where they are counted on the device.
+    #[getter]
+    fn tokens(&self) -> usize {
+        self.tokens
     }
 }
 
@@ -343,6 +388,9 @@ impl Drop for Context {
         let in_use = std::mem::take(self.in_use.get_mut().unwrap_or_else(PoisonError::into_inner));
         if in_use.is_empty() {
             return;
+        }
+        if self.ep.must_be_of_this_process("context").is_err() {
+            return std::mem::forget(in_use);
         }
         let (stream, patience) = (self.stream.clone(), self.patience());
         let ended = Python::try_attach(|py| py.detach(|| stream.synchronize(patience).is_ok()));
@@ -358,14 +406,22 @@ impl Context {
         if self.quantizes { Dtype::Bf16 } else { self.rows }
     }
 
-    /// The stream of a call.
-    fn stream(&self, py: Python<'_>, given: u64) -> PyResult<Stream> {
-        if self.on_cpu() {
-            return Ok(self.stream.clone());
+    /// Makes this thread the only one of the CPU device's calls. Refuses the child of a fork.
+    fn hold(&self, py: Python<'_>) -> PyResult<Option<Held<'_>>> {
+        self.ep.must_be_of_this_process("context")?;
+        if self.on_cpu() { self.call.hold(py).map(Some) } else { Ok(None) }
+    }
+
+    /// The stream of a call, and what it holds until its wait ends.
+    fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Stream, Option<Held<'_>>)> {
+        let held = self.hold(py)?;
+        if held.is_some() {
+            return Ok((self.stream.clone(), held));
         }
         // SAFETY: the caller's stream is of this device and lives until its work is done, as the class documents;
         // torch's streams live as long as the process.
-        unsafe { self.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))
+        let stream = unsafe { self.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))?;
+        Ok((stream, None))
     }
 
     /// Enqueues a call. It waits for nobody, but other threads may hold what it needs for a moment.
@@ -389,7 +445,12 @@ impl Context {
         drop(in_use);
         drop(ended);
         waited?;
-        self.check(py)
+        self.found(py)
+    }
+
+    /// Raises what calls found.
+    fn found(&self, py: Python<'_>) -> PyResult<()> {
+        self.ep.check().map_err(|error| errors::raised(py, &error))
     }
 
     /// Longer than any call takes.
@@ -397,21 +458,29 @@ impl Context {
         self.timeout.saturating_mul(2).saturating_add(Duration::from_secs(1))
     }
 
-    fn expert_rows(&self, rows: &Bound<'_, PyAny>, topk_weights: Option<&Bound<'_, PyAny>>) -> PyResult<Rows> {
+    fn expert_rows(
+        &self,
+        rows: &Bound<'_, PyAny>,
+        handle: &Handle,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Rows> {
         let rows = Array::of("rows", rows, false)?;
         rows.must_be_rows_of(self.combine)?;
         if rows.shape().last() != Some(&self.hidden) {
             rows.must_be_shaped(&[rows.len(), self.hidden])?;
         }
         let mut to = Rows::new(rows.view(&self.device)?);
-        if rows.shape().len() == 2 && rows.len() > 1 {
-            to = to.pitch_bytes(rows.pitch()?);
+        if rows.shape().len() == 2 {
+            let pitch = rows.pitch()?;
+            if rows.len() > 1 {
+                to = to.pitch_bytes(pitch);
+            }
         } else {
             rows.must_be_contiguous()?;
         }
         if let Some(weights) = topk_weights {
             let weights = Array::of("topk_weights", weights, false)?;
-            weights.must_have(2)?;
+            weights.must_be_shaped(&[handle.tokens, self.top_k])?;
             weights.must_hold(&[Element::Fp32])?;
             weights.must_be_contiguous()?;
             to = to.topk_weight(weights.view(&self.device)?);
@@ -431,8 +500,9 @@ impl Context {
             }
         };
         let mut to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
+        let pitch = out.pitch()?;
         if out.len() > 1 {
-            to = to.pitch_bytes(out.pitch()?);
+            to = to.pitch_bytes(pitch);
         }
         Ok(to)
     }

@@ -3,10 +3,11 @@
 //! `tokenyard.Error` is a RuntimeError with the fields that the error has (`rank`, `peer`, `wait`, `seconds`, `epoch`,
 //! `needed`, `given`) and `fatal`. `ArgumentError` and `ConfigError` are ValueErrors as well.
 
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyException, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
+use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenyard::{Error, Interrupt};
 
@@ -119,6 +120,16 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     Ok(PyErr::from_value(value))
 }
 
+thread_local! {
+    /// What a callable of the caller raised in the wait that is under way on this thread.
+    static CAUSE: Cell<Option<PyErr>> = const { Cell::new(None) };
+}
+
+/// Notes why a wait of this thread fails, for the exception that it raises.
+pub(super) fn note_cause(cause: PyErr) {
+    CAUSE.set(Some(cause));
+}
+
 /// Runs what may wait, without the interpreter's lock. Signals are asked for about once a millisecond: an exception of
 /// a signal's handler, such as KeyboardInterrupt, ends the wait and is raised.
 pub(super) fn wait<T: Send>(py: Python<'_>, work: impl FnOnce() -> tokenyard::Result<T> + Send) -> PyResult<T> {
@@ -133,12 +144,21 @@ pub(super) fn wait<T: Send>(py: Python<'_>, work: impl FnOnce() -> tokenyard::Re
             }
         })
     });
+    CAUSE.set(None);
     let outcome = py.detach(|| interrupt.during(work));
     let by_signal = signal.lock().unwrap_or_else(PoisonError::into_inner).take();
     match (outcome, by_signal) {
         // What came to an end in spite of the signal is lost to the caller, who gets the signal's exception.
         (_, Some(raised)) => Err(raised),
-        (Err(error), None) => Err(self::raised(py, &error)),
+        (Err(error), None) => Err(match CAUSE.take() {
+            // KeyboardInterrupt and the like go to the caller as they are.
+            Some(cause) if !cause.is_instance_of::<PyException>(py) => cause,
+            cause => {
+                let raised = self::raised(py, &error);
+                raised.set_cause(py, cause);
+                raised
+            }
+        }),
         (Ok(value), None) => Ok(value),
     }
 }

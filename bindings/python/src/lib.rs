@@ -10,6 +10,7 @@ mod calls;
 mod context;
 mod detached;
 mod errors;
+mod exclusive;
 mod worlds;
 
 use pyo3::prelude::*;

@@ -79,11 +79,13 @@ impl World {
 
     /// Waits until every rank has come here. Collective.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.must_be_of_this_process("world")?;
         errors::wait(py, || self.inner.barrier("barrier of Python"))
     }
 
     /// Every rank's bytes, by rank. Collective.
     fn all_gather<'py>(&self, py: Python<'py>, own: &[u8]) -> PyResult<Bound<'py, PyList>> {
+        self.inner.must_be_of_this_process("world")?;
         let all = errors::wait(py, || self.inner.all_gather("all-gather of Python", own))?;
         PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))
     }
@@ -91,6 +93,7 @@ impl World {
     /// The world of the members that go on, by their ranks of the first generation. Collective of the members.
     fn regroup(&self, py: Python<'_>, generation: u32, members: Vec<u32>) -> PyResult<World> {
         let members: Vec<Rank> = members.into_iter().map(Rank).collect();
+        self.inner.must_be_of_this_process("world")?;
         let inner = errors::wait(py, || self.inner.regroup(generation, &members))?;
         Ok(World { inner: Detached::new(inner) })
     }
@@ -108,7 +111,9 @@ fn gathered(all_gather: &Py<PyAny>, what: &str, own: &[u8], timeout: Duration) -
             all.try_iter()?.map(|bytes| Ok(bytes?.cast::<PyBytes>()?.as_bytes().to_vec())).collect()
         };
         call().map_err(|why| {
-            Error::bootstrap(format!("all_gather raised {why}"), "see why, or give another all_gather").ending()
+            let error = Error::bootstrap(format!("all_gather raised {why}"), "see why, or give another all_gather");
+            errors::note_cause(why);
+            error.ending()
         })
     })
 }

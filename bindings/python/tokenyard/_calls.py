@@ -69,10 +69,11 @@ class AllToAll:
             timeout=timeout, sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
         )
         self._hidden, self._top_k, self._dtype, self._scales = hidden, top_k, dtype, scales
-        self._tokens, self._combine_dtype, self._timeout = max_tokens_per_rank, combine_dtype, timeout
+        self._combine_dtype, self._timeout = combine_dtype, timeout
         self._experts = self._context.local_experts
         self._most_tokens = world.size * max_tokens_per_rank
         self._most_rows = self._most_tokens * (top_k if duplicates else min(top_k, len(self._experts)))
+        self._most_of_expert = self._most_tokens * (top_k if duplicates else 1)
 
     @property
     def local_experts(self) -> List[int]:
@@ -89,7 +90,8 @@ class AllToAll:
         """
         experts = len(self._experts)
         if capacity is None:
-            capacity = self._most_rows + experts * (align - 1) if layout == "contiguous" else self._most_tokens
+            most = {"contiguous": self._most_rows + experts * (align - 1), "masked": self._most_of_expert}
+            capacity = most.get(layout, self._most_tokens)
         make = _maker(like)
         shape = (experts, capacity) if layout == "masked" else (capacity,)
         rows, counts = make((*shape, self._hidden), self._dtype), make((experts,), "i32")
@@ -136,9 +138,10 @@ class AllToAll:
         output, got = self.output(x, layout=layout, align=align, capacity=capacity)
         try:
             handle = self.dispatch_into(output, x, topk_idx, topk_weights, scales=scales, count=count, stream=stream)
-        except _native.Error as error:
-            if hasattr(error, "handle"):
-                error.dispatched = got._replace(handle=error.handle)
+        except BaseException as error:
+            # KeyboardInterrupt, too, if it came while the call was under way.
+            if (made := getattr(error, "handle", None)) is not None:
+                setattr(error, "dispatched", got._replace(handle=made))
             raise
         return got._replace(handle=handle)
 
@@ -248,13 +251,13 @@ class AllToAll:
     ) -> Any:
         """Returns the experts' outputs as weighted sums `[tokens, hidden]`, in `out` if it is given.
 
-        `rows` are in the layout of the dispatch. `tokens`: of this rank, by default `max_tokens_per_rank`; not needed
-        with `out`. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
+        `rows` are in the layout of the dispatch. `tokens`: rows of the sums, by default as many as the handle's dispatch
+        had. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
         `payload`: fp32 words beside each row, `[rows, words]`, of which `payload_out` gets the sums `[tokens, words]`,
         or each choice's words `[tokens, top_k, words]`, with their bits.
         """
         if out is None:
-            out = _maker(rows)((self._tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
+            out = _maker(rows)((handle.tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
         on = _stream(rows) if stream is None else _address(stream)
         self._context.combine(
             rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, payload=payload,
@@ -280,7 +283,7 @@ class AllToAll:
         torch = sys.modules.get("torch")
         if torch is None or self._context.on_cpu:
             return 0
-        return int(torch.cuda.current_stream().cuda_stream)
+        return int(torch.cuda.current_stream(self._context.ordinal).cuda_stream)
 
 
 def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
