@@ -133,8 +133,8 @@ lint() {
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
 }
 
-# The release build, with the crate of the Python package, so that its wheel builds nothing of the library again. Symbols
-# of the interpreter stay open, as in the wheel.
+# The release build, with the crate of the Python package, so that its wheel builds nothing of the library again.
+# Symbols of the interpreter stay open, as in the wheel.
 release() { TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace "$@"; }
 
 # Starts the release build, which uses one core for most of its time, beside the lints.

@@ -567,8 +567,8 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
     add(Of::Rows, "dtype", given, "dtype of rows", Dtype::Fp8E4m3.to_string(), floats);
     if case.combine_dtype != Dtype::Fp32 {
         let given = Given { rows: good.rows.clone().dtype(Dtype::Fp32), ..good.clone() };
-        let value = format!("fp32 of {HIDDEN} columns, {} bytes with its payload", 4 * HIDDEN + 16);
-        let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes() + 16);
+        let value = format!("fp32 of {HIDDEN} columns, {} bytes with its payload", 4 * HIDDEN + 32);
+        let advice = format!("partial rows of this arena have {}; {room}", case.combine_row_bytes() + 32);
         add(Of::Rows, "dtype", given, "dtype of rows", value, advice);
     }
     let given = Given { out: good.out.clone().dtype(Dtype::Fp8E4m3), ..good.clone() };
