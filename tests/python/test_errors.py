@@ -271,3 +271,29 @@ def test_choices_and_weights_that_do_not_fit_are_refused():
         alone(dtype="bfloat16")
     with pytest.raises(ValueError, match="give seconds from 0 to 1e9"):
         alone(timeout=float("inf"))
+
+
+def test_a_signals_handler_may_use_the_context_whose_call_it_interrupts():
+    case = Case(ranks=2)
+    worlds, seen = tokenyard.World.threads(2), []
+
+    def late():
+        ep = tokenyard.AllToAll(worlds[1], **case.limits)
+        time.sleep(0.6)
+        ep.dispatch(case.x[1], case.ids[1], case.weights[1])
+        worlds[1].barrier()
+
+    other = threading.Thread(target=late)
+    other.start()
+    ep = tokenyard.AllToAll(worlds[0], **case.limits)
+
+    def handler(number, frame):
+        seen.append(ep.check())
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+    assert seen == [None]
+    signal.signal(signal.SIGALRM, before)
+    worlds[0].barrier()
+    other.join()

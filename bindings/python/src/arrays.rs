@@ -129,6 +129,14 @@ impl Array {
         )))
     }
 
+    /// An array without gaps whose elements are of one of these types.
+    pub fn whole(name: &'static str, value: &Bound<'_, PyAny>, elements: &[Element], writes: bool) -> PyResult<Array> {
+        let array = Array::of(name, value, writes)?;
+        array.must_hold(elements)?;
+        array.must_be_contiguous()?;
+        Ok(array)
+    }
+
     fn of_torch(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Array> {
         let py = tensor.py();
         let element = torch_element(name, &tensor.getattr(intern!(py, "dtype"))?)?;
@@ -150,7 +158,7 @@ impl Array {
         let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
-        strides.iter_mut().for_each(|stride| *stride *= element.bytes());
+        strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
         Ok(Array { name, owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
     }
 
@@ -247,11 +255,11 @@ impl Array {
         Err(PyTypeError::new_err(format!("{} has elements of type {found}: give rows of {dtype}", self.name)))
     }
 
-    /// Bytes from one row to the next of an array whose rows have no gaps inside.
-    pub fn pitch(&self) -> PyResult<usize> {
+    /// Bytes from one row to the next of an array whose rows have no gaps inside; None where there is no next one.
+    pub fn pitch(&self) -> PyResult<Option<usize>> {
         let inner = packed(&self.shape, self.element.bytes());
         if self.shape.contains(&0) {
-            return Ok(inner.first().copied().unwrap_or(0));
+            return Ok(None);
         }
         let rows_apart = self.strides.first().copied().unwrap_or(0);
         let inside = self.strides.iter().zip(&inner).zip(&self.shape).skip(1);
@@ -261,7 +269,7 @@ impl Array {
                 self.name, self.strides
             )));
         }
-        Ok(if self.len() > 1 { rows_apart } else { inner.first().copied().unwrap_or(0) })
+        Ok((self.len() > 1).then_some(rows_apart))
     }
 
     /// Refuses gaps.

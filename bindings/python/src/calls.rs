@@ -56,6 +56,21 @@ pub(super) struct Given<'a, 'py> {
     pub count: Option<&'a Bound<'py, PyAny>>,
 }
 
+/// Rows of tokens.
+fn rows_of(x: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Array> {
+    let x = Array::of("x", x, false)?;
+    x.must_have(2)?;
+    x.must_be_rows_of(dtype)?;
+    Ok(x)
+}
+
+/// Types of arrays of scales.
+const SCALES: [Element; 3] = [Element::Fp32, Element::I32, Element::U32];
+
+fn scale_order(column_major: bool) -> ScaleOrder {
+    if column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor }
+}
+
 /// The number of tokens that an array on the device holds, or the number of rows.
 fn token_count(device: &Device, count: Option<&Bound<'_, PyAny>>, rows: usize) -> PyResult<TokenCount> {
     let Some(count) = count else { return Ok(TokenCount::Host(rows)) };
@@ -69,7 +84,7 @@ fn token_count(device: &Device, count: Option<&Bound<'_, PyAny>>, rows: usize) -
 fn scale_view(device: &Device, scales: &Bound<'_, PyAny>) -> PyResult<ScaleView> {
     let scales = Array::of("scales", scales, false)?;
     scales.must_have(2)?;
-    scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
+    scales.must_hold(&SCALES)?;
     let (token_bytes, word_bytes) = scales.strides();
     Ok(ScaleView::new(scales.view(device)?, token_bytes, word_bytes))
 }
@@ -82,14 +97,8 @@ pub(super) fn new_rows(
     count: Option<&Bound<'_, PyAny>>,
     rows: Dtype,
 ) -> PyResult<NewRows> {
-    let x = Array::of("x", x, false)?;
-    x.must_have(2)?;
-    x.must_be_rows_of(rows)?;
-    let pitch = x.pitch()?;
-    let mut to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?);
-    if x.len() > 1 {
-        to = to.pitch_bytes(pitch);
-    }
+    let x = rows_of(x, rows)?;
+    let to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?).pitch_bytes(x.pitch()?);
     let scales = scales.map(|scales| scale_view(device, scales)).transpose()?;
     Ok(to.scales(scales))
 }
@@ -107,22 +116,16 @@ pub(super) fn placed(
     rows.must_be_contiguous()?;
     let mut to = Placed::new(rows.view(device)?);
     if let Some(scales) = scales {
-        let scales = Array::of("row_scales", scales, true)?;
-        scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
-        scales.must_be_contiguous()?;
-        let order = if column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor };
-        to = to.scales(scales.view(device)?).scale_order(order);
+        let scales = Array::whole("row_scales", scales, &SCALES, true)?;
+        to = to.scales(scales.view(device)?).scale_order(scale_order(column_major));
     }
     Ok(to)
 }
 
 /// A side payload of combine, and where it goes.
 pub(super) fn payload(device: &Device, given: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<(Payload, View)> {
-    let (given, out) = (Array::of("payload", given, false)?, Array::of("payload_out", out, true)?);
-    for array in [&given, &out] {
-        array.must_hold(&[Element::Fp32])?;
-        array.must_be_contiguous()?;
-    }
+    let given = Array::whole("payload", given, &[Element::Fp32], false)?;
+    let out = Array::whole("payload_out", out, &[Element::Fp32], true)?;
     let words = given.shape().last().copied().unwrap_or(0);
     let gathered = out.shape().len() == 3;
     if out.shape().last() != Some(&words) || out.shape().len() < 2 {
@@ -133,9 +136,7 @@ pub(super) fn payload(device: &Device, given: &Bound<'_, PyAny>, out: &Bound<'_,
 
 /// The tokens of a call. `rows`: dtype of `x`. The lengths of arrays are compared here, the rest by the call.
 pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyResult<tokenyard::Tokens> {
-    let x = Array::of("x", given.x, false)?;
-    x.must_have(2)?;
-    x.must_be_rows_of(rows)?;
+    let x = rows_of(given.x, rows)?;
     let ids = Array::of("topk_idx", given.topk_idx, false)?;
     ids.must_have(2)?;
     ids.must_hold(&[Element::I32, Element::I64])?;
@@ -148,10 +149,7 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
     };
     let kind = if ids.element == Element::I64 { IndexType::I64 } else { IndexType::I32 };
     let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind).top_k(choices);
-    let pitch = x.pitch()?;
-    if tokens > 1 {
-        to = to.pitch_bytes(pitch);
-    }
+    to = to.pitch_bytes(x.pitch()?);
     if tokens > 0 {
         to = to.topk_idx_strides(strides_of(&ids));
     }
@@ -221,20 +219,14 @@ impl Output {
             other => return Err(unknown("layout", other, &["contiguous", "masked", "token"])),
         };
         rows.must_have(dimensions)?;
-        let all = rows.shape().iter().take(dimensions - 1).product();
-        let counts = Array::of("counts", counts, true)?;
+        let all = rows.shape().iter().take(dimensions - 1).fold(1, |all: usize, length| all.saturating_mul(*length));
+        let counts = Array::whole("counts", counts, &[Element::I32], true)?;
         counts.must_have(1)?;
-        counts.must_hold(&[Element::I32])?;
-        counts.must_be_contiguous()?;
         let experts = counts.len();
         if dimensions == 3 && rows.len() != experts {
             rows.must_be_shaped(&[experts, rows.shape()[1], rows.shape()[2]])?;
         }
-        let scales = scales.map(|scales| Array::of("scales", scales, true)).transpose()?;
-        if let Some(scales) = &scales {
-            scales.must_hold(&[Element::Fp32, Element::I32, Element::U32])?;
-            scales.must_be_contiguous()?;
-        }
+        let scales = scales.map(|scales| Array::whole("scales", scales, &SCALES, true)).transpose()?;
         let mut others = Vec::new();
         let given = [
             ("offsets", offsets, vec![experts + 1], Element::I32),
@@ -244,21 +236,17 @@ impl Output {
         ];
         for (name, value, shape, element) in given {
             let Some(value) = value else { continue };
-            let array = Array::of(name, value, true)?;
+            let array = Array::whole(name, value, &[element], true)?;
             array.must_be_shaped(&shape)?;
-            array.must_hold(&[element])?;
-            array.must_be_contiguous()?;
             others.push((name, array));
         }
         for (name, value, element) in
             [("token_experts", token_experts, Element::I32), ("token_weights", token_weights, Element::Fp32)]
         {
             let Some(value) = value else { continue };
-            let array = Array::of(name, value, true)?;
+            let array = Array::whole(name, value, &[element], true)?;
             array.must_have(2)?;
             array.must_be_shaped(&[all, array.shape()[1]])?;
-            array.must_hold(&[element])?;
-            array.must_be_contiguous()?;
             others.push((name, array));
         }
         Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
@@ -279,15 +267,11 @@ impl Output {
         if matches!(self.layout, Layout::Masked { .. }) {
             rows.must_be_contiguous()?;
         } else {
-            let pitch = rows.pitch()?;
-            if rows.len() > 1 {
-                to = to.pitch_bytes(pitch);
-            }
+            to = to.pitch_bytes(rows.pitch()?);
         }
         if let Some(scales) = &self.scales {
             let scales = scales.renewed(py)?;
-            let order = if self.column_major { ScaleOrder::ColumnMajor } else { ScaleOrder::RowMajor };
-            to = to.scales(scales.view(device)?).scale_order(order);
+            to = to.scales(scales.view(device)?).scale_order(scale_order(self.column_major));
         }
         to = to.zero_padding(self.zero_padding);
         for (name, array) in &self.others {

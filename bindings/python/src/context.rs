@@ -181,10 +181,10 @@ impl Context {
         count: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<Handle> {
+        let (stream, _held) = self.begin(py, stream)?;
         let given = Given { x, topk_idx, topk_weights, scales, count };
         let tokens = calls::tokens(&self.device, &given, self.input())?;
         let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
-        let (stream, _held) = self.begin(py, stream)?;
         let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
         let handle = Handle { inner, tokens: x.len()? };
         match self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count, Some(output.as_any())]) {
@@ -209,9 +209,9 @@ impl Context {
         counts: bool,
         stream: u64,
     ) -> PyResult<Sent> {
+        let (stream, _held) = self.begin(py, stream)?;
         let given = Given { x, topk_idx, topk_weights, scales, count };
         let tokens = calls::tokens(&self.device, &given, self.input())?;
-        let (stream, _held) = self.begin(py, stream)?;
         let send = || match counts {
             true => self.ep.dispatch_send_counts(&stream, &tokens),
             false => self.ep.dispatch_send(&stream, &tokens),
@@ -255,9 +255,9 @@ impl Context {
         count: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
+        let (stream, _held) = self.begin(py, stream)?;
         let tokens = calls::new_rows(&self.device, x, scales, count, self.input())?;
         let placed = calls::placed(&self.device, rows, row_scales, column_major, self.rows)?;
-        let (stream, _held) = self.begin(py, stream)?;
         self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
         self.finished(py, [Some(x), Some(rows), scales, row_scales, count])
     }
@@ -271,8 +271,8 @@ impl Context {
         output: &Bound<'_, Output>,
         stream: u64,
     ) -> PyResult<Handle> {
-        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
         let (stream, _held) = self.begin(py, stream)?;
+        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
         let half = sent.get();
         let given = taken(&half.inner, "sent")?;
         let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
@@ -307,6 +307,7 @@ impl Context {
         payload_out: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
+        let (stream, _held) = self.begin(py, stream)?;
         let (mut from, mut to) = (self.expert_rows(rows, handle, topk_weights)?, self.sums(out, accumulate)?);
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&self.device, payload, payload_out)?;
@@ -314,7 +315,6 @@ impl Context {
         } else if payload.is_some() || payload_out.is_some() {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
-        let (stream, _held) = self.begin(py, stream)?;
         self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
         self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out])
     }
@@ -329,8 +329,8 @@ impl Context {
         topk_weights: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<CombineSent> {
-        let from = self.expert_rows(rows, handle, topk_weights)?;
         let (stream, _held) = self.begin(py, stream)?;
+        let from = self.expert_rows(rows, handle, topk_weights)?;
         let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let sent = CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
@@ -350,8 +350,8 @@ impl Context {
         accumulate: bool,
         stream: u64,
     ) -> PyResult<()> {
-        let to = self.sums(out, accumulate)?;
         let (stream, _held) = self.begin(py, stream)?;
+        let to = self.sums(out, accumulate)?;
         let half = sent.get();
         let given = taken(&half.inner, "sent")?;
         py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
@@ -412,7 +412,8 @@ impl Context {
         if self.on_cpu() { self.call.hold(py).map(Some) } else { Ok(None) }
     }
 
-    /// The stream of a call, and what it holds until its wait ends.
+    /// The stream of a call, and what it holds until its wait ends. Before addresses of arrays are taken: other threads
+    /// run in the wait for it, and may give tensors other memory.
     fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Stream, Option<Held<'_>>)> {
         let held = self.hold(py)?;
         if held.is_some() {
@@ -471,10 +472,7 @@ impl Context {
         }
         let mut to = Rows::new(rows.view(&self.device)?);
         if rows.shape().len() == 2 {
-            let pitch = rows.pitch()?;
-            if rows.len() > 1 {
-                to = to.pitch_bytes(pitch);
-            }
+            to = to.pitch_bytes(rows.pitch()?);
         } else {
             rows.must_be_contiguous()?;
         }
@@ -499,12 +497,8 @@ impl Context {
                 Dtype::Fp32
             }
         };
-        let mut to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
-        let pitch = out.pitch()?;
-        if out.len() > 1 {
-            to = to.pitch_bytes(pitch);
-        }
-        Ok(to)
+        let to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
+        Ok(to.pitch_bytes(out.pitch()?))
     }
 }
 

@@ -2,42 +2,62 @@
 
 use pyo3::prelude::*;
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::{ThreadId, current};
 use std::time::Duration;
 
 /// How long a thread waits before it looks for signals.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// What one thread at a time may hold.
+/// What one thread at a time may hold, several times if need be: a signal's handler runs in the middle of a call, and
+/// may make another one.
 #[derive(Default)]
 pub(super) struct Exclusive {
-    held: Mutex<bool>,
+    holder: Mutex<Option<ThreadId>>,
     freed: Condvar,
 }
 
 /// Holds it until dropped.
-pub(super) struct Held<'a>(&'a Exclusive);
+pub(super) struct Held<'a> {
+    of: &'a Exclusive,
+    /// An outer one of the same thread goes on to hold it.
+    nested: bool,
+}
 
 impl Exclusive {
-    /// Waits until no other thread holds it. The exception of a signal's handler ends the wait.
+    /// Waits until no other thread holds it. What a thread does meanwhile ends by a deadline of its own, and so does
+    /// this wait; the exception of a signal's handler ends it, too.
     pub fn hold(&self, py: Python<'_>) -> PyResult<Held<'_>> {
-        while !py.detach(|| self.take()) {
+        loop {
+            if let Some(nested) = py.detach(|| self.take()) {
+                return Ok(Held { of: self, nested });
+            }
             py.check_signals()?;
         }
-        Ok(Held(self))
     }
 
-    /// Whether it was free within a short time, and is the caller's.
-    fn take(&self) -> bool {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.freed.wait_timeout_while(held, PATIENCE, |held| *held);
-        let (mut held, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        !std::mem::replace(&mut *held, true)
+    /// Takes it if it is free within a short time, or this thread's already: whether it is nested.
+    fn take(&self) -> Option<bool> {
+        let own = current().id();
+        let holder = self.holder.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_others = |holder: &mut Option<ThreadId>| holder.is_some_and(|holder| holder != own);
+        let waited = self.freed.wait_timeout_while(holder, PATIENCE, is_others);
+        let (mut holder, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match holder.replace(own) {
+            None => Some(false),
+            Some(before) if before == own => Some(true),
+            before => {
+                *holder = before;
+                None
+            }
+        }
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        *self.0.held.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.0.freed.notify_one();
+        if !self.nested {
+            *self.of.holder.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.of.freed.notify_one();
+        }
     }
 }

@@ -180,7 +180,7 @@ class AllToAll:
         stream: Any = None,
     ) -> Handle:
         """As `dispatch`, into arrays of the caller; an error of a call that took place has the handle as `handle`."""
-        on = _stream(x) if stream is None else _address(stream)
+        on = _stream(x, stream)
         return self._context.dispatch(x, topk_idx, topk_weights, output, scales=scales, count=count, stream=on)
 
     def dispatch_send(
@@ -198,7 +198,7 @@ class AllToAll:
 
         With `counts` the host can ask for `counts(sent)` in between, and make an output of exactly as many rows.
         """
-        on = _stream(x) if stream is None else _address(stream)
+        on = _stream(x, stream)
         return self._context.dispatch_send(
             x, topk_idx, topk_weights, scales=scales, count=count, counts=counts, stream=on
         )
@@ -227,14 +227,15 @@ class AllToAll:
         `rows` has the layout and capacity of that dispatch's output. Padding stays as it is. The backward of a combine:
         gradients of sums go to the experts' rows.
         """
-        on = _stream(x) if stream is None else _address(stream)
+        on = _stream(x, stream)
         self._context.dispatch_again(
             handle, x, rows, scales=scales, row_scales=row_scales, column_major=column_major, count=count, stream=on
         )
 
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: Any = None) -> Handle:
         """The receiving half, once for each `sent`. `stream`: by default the one that is current in torch."""
-        return self._context.dispatch_recv(sent, output, stream=self._current() if stream is None else _address(stream))
+        on = self._current() if stream is None else _stream(None, stream)
+        return self._context.dispatch_recv(sent, output, stream=on)
 
     def combine(
         self,
@@ -258,7 +259,7 @@ class AllToAll:
         """
         if out is None:
             out = _maker(rows)((handle.tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
-        on = _stream(rows) if stream is None else _address(stream)
+        on = _stream(rows, stream)
         self._context.combine(
             rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, payload=payload,
             payload_out=payload_out, stream=on,
@@ -267,12 +268,12 @@ class AllToAll:
 
     def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: Any = None) -> CombineSent:
         """The sending half of a combine."""
-        on = _stream(rows) if stream is None else _address(stream)
+        on = _stream(rows, stream)
         return self._context.combine_send(rows, handle, topk_weights=topk_weights, stream=on)
 
     def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: Any = None) -> None:
         """The receiving half, once for each `sent`."""
-        on = _stream(out) if stream is None else _address(stream)
+        on = _stream(out, stream)
         self._context.combine_recv(sent, out, accumulate=accumulate, stream=on)
 
     def check(self) -> None:
@@ -302,8 +303,10 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
     return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
 
 
-def _stream(array: Any) -> int:
-    """The current stream of an array's library."""
+def _stream(array: Any, given: Any) -> int:
+    """The address of the stream given, of torch or cupy or an address itself; else of the array's library's current one."""
+    if given is not None:
+        return int(getattr(given, "cuda_stream", getattr(given, "ptr", given)))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return int(torch.cuda.current_stream(array.device).cuda_stream) if array.is_cuda else 0
@@ -311,11 +314,3 @@ def _stream(array: Any) -> int:
     if cupy is not None and hasattr(array, "__cuda_array_interface__"):
         return int(cupy.cuda.get_current_stream().ptr)
     return 0
-
-
-def _address(stream: Any) -> int:
-    """The address of a stream of torch or cupy, or an address."""
-    for name in ("cuda_stream", "ptr"):
-        if hasattr(stream, name):
-            return int(getattr(stream, name))
-    return int(stream)
