@@ -265,8 +265,8 @@ def test_choices_and_weights_that_do_not_fit_are_refused():
     for shape in ((case.tokens, case.top_k + 1), (case.tokens - 1, case.top_k), (case.top_k, case.tokens)):
         with pytest.raises(ValueError, match="topk_weights has the shape"):
             ep.combine(got.rows, got.handle, topk_weights=np.ones(shape, dtype=np.float32))
-    with pytest.raises(TypeError, match="topk_idx has elements of type bool: give int32 or int64"):
-        ep.dispatch(case.x[0], case.ids[0] > 0)
+    with pytest.raises(TypeError, match="topk_idx has elements of type uint8: give int32 or int64"):
+        ep.dispatch(case.x[0], case.ids[0].astype(np.uint8))
     with pytest.raises(ValueError, match='dtype is "bfloat16": give one of bf16'):
         alone(dtype="bfloat16")
     with pytest.raises(ValueError, match="give seconds from 0 to 1e9"):

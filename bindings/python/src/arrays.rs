@@ -1,12 +1,14 @@
-//! Arrays of Python: tensors of torch, and what has `__array_interface__` (numpy) or `__cuda_array_interface__` (cupy).
+//! Arrays of Python: tensors of torch, and what has `__array_interface__` (numpy), `__cuda_array_interface__` (cupy) or
+//! `__dlpack__`.
 //!
 //! Nothing here imports torch: its types are asked of the module that is loaded once a tensor comes.
 
+use super::dlpack;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyCapsule, PyDict, PyString};
 use tokenyard::{Device, Dtype, View};
 
 /// Type of an array's elements, as far as calls tell types apart.
@@ -101,6 +103,8 @@ pub(super) enum Place {
 pub(super) struct Array {
     name: &'static str,
     owner: Py<PyAny>,
+    /// What keeps the memory of an array that DLPack describes.
+    _capsule: Option<Py<PyCapsule>>,
     pointer: u64,
     shape: Vec<usize>,
     /// In bytes.
@@ -123,10 +127,21 @@ impl Array {
         if let Ok(interface) = value.getattr(intern!(py, "__array_interface__")) {
             return Array::of_interface(name, value, &interface, Place::Cpu, writes);
         }
+        if value.hasattr(intern!(py, "__dlpack__"))? {
+            return Array::of_dlpack(name, value);
+        }
         Err(PyTypeError::new_err(format!(
-            "{name} is a {}: give a torch tensor, or an array with __array_interface__ or __cuda_array_interface__",
+            "{name} is a {}: give a torch tensor, or an array with __array_interface__, __cuda_array_interface__ or \
+             __dlpack__",
             value.get_type().name()?
         )))
+    }
+
+    fn of_dlpack(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Array> {
+        let (capsule, dlpack::Described { pointer, shape, strides, element, place }) = dlpack::described(name, value)?;
+        let strides = strides.unwrap_or_else(|| packed(&shape, element.bytes()));
+        let (owner, capsule) = (value.clone().unbind(), Some(capsule.unbind()));
+        Ok(Array { name, owner, _capsule: capsule, pointer, shape, strides, element, place })
     }
 
     /// An array without gaps whose elements are of one of these types.
@@ -159,7 +174,7 @@ impl Array {
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
         strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
-        Ok(Array { name, owner: tensor.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, owner: tensor.clone().unbind(), _capsule: None, pointer, shape, strides, element, place })
     }
 
     fn of_interface(
@@ -195,7 +210,7 @@ impl Array {
             }
             None => packed(&shape, element.bytes()),
         };
-        Ok(Array { name, owner: value.clone().unbind(), pointer, shape, strides, element, place })
+        Ok(Array { name, owner: value.clone().unbind(), _capsule: None, pointer, shape, strides, element, place })
     }
 
     /// The same array as it is now: torch can give a tensor other memory. Refuses another shape, stride or type.

@@ -2,11 +2,12 @@
 
 use super::arrays::{Array, Element};
 use super::errors;
+use super::formats::Format;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tokenyard::{
-    Device, Dtype, IndexType, Layout, NewRows, Payload, Placed, RowFormat, ScaleOrder, ScaleView, Scales, Strides,
-    TokenCount, View, Weights,
+    Device, Dtype, IndexType, Layout, MissingRanks, NewRows, Partial, Payload, Placed, RowFormat, ScaleOrder,
+    ScaleView, Scales, Strides, TokenCount, TokenPayload, View, Weights,
 };
 
 /// Refuses a word that is none of those known.
@@ -46,7 +47,27 @@ pub(super) fn weights(given: &str) -> PyResult<Weights> {
     }
 }
 
-/// Rows of the context's format and everything else that a dispatch reads.
+/// What calls do about missing ranks.
+pub(super) fn missing_ranks(given: &str) -> PyResult<MissingRanks> {
+    match given {
+        "fatal" => Ok(MissingRanks::Fatal),
+        "masked" => Ok(MissingRanks::Masked),
+        "masked_at_deadline" => Ok(MissingRanks::MaskedAtDeadline),
+        _ => Err(unknown("missing_ranks", given, &["fatal", "masked", "masked_at_deadline"])),
+    }
+}
+
+/// The format of partial rows.
+pub(super) fn partial(given: &str) -> PyResult<Partial> {
+    match given {
+        "same" => Ok(Partial::Same),
+        "fp32" => Ok(Partial::Fp32),
+        "fp8" => Ok(Partial::Fp8),
+        _ => Err(unknown("partial", given, &["same", "fp32", "fp8"])),
+    }
+}
+
+/// Rows of the call's format and everything else that a dispatch reads.
 pub(super) struct Given<'a, 'py> {
     pub x: &'a Bound<'py, PyAny>,
     pub topk_idx: &'a Bound<'py, PyAny>,
@@ -54,6 +75,8 @@ pub(super) struct Given<'a, 'py> {
     pub scales: Option<&'a Bound<'py, PyAny>>,
     /// int32 `[1]`, on the device.
     pub count: Option<&'a Bound<'py, PyAny>>,
+    /// fp32 `[tokens, words]`.
+    pub payload: Option<&'a Bound<'py, PyAny>>,
 }
 
 /// Rows of tokens.
@@ -89,18 +112,30 @@ fn scale_view(device: &Device, scales: &Bound<'_, PyAny>) -> PyResult<ScaleView>
     Ok(ScaleView::new(scales.view(device)?, token_bytes, word_bytes))
 }
 
-/// New rows of a dispatch by an earlier handle. `rows`: dtype of `x`.
+/// Words of each of so many tokens.
+fn token_payload(device: &Device, payload: &Bound<'_, PyAny>, tokens: usize) -> PyResult<TokenPayload> {
+    let payload = Array::whole("payload", payload, &[Element::Fp32], false)?;
+    payload.must_have(2)?;
+    let words = payload.shape().last().copied().unwrap_or(0);
+    payload.must_be_shaped(&[tokens, words])?;
+    Ok(TokenPayload { view: payload.view(device)?, words })
+}
+
+/// New rows of a dispatch by an earlier handle, of this format.
 pub(super) fn new_rows(
     device: &Device,
     x: &Bound<'_, PyAny>,
     scales: Option<&Bound<'_, PyAny>>,
     count: Option<&Bound<'_, PyAny>>,
-    rows: Dtype,
+    payload: Option<&Bound<'_, PyAny>>,
+    format: &Format,
 ) -> PyResult<NewRows> {
-    let x = rows_of(x, rows)?;
+    let x = rows_of(x, format.input())?;
     let to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?).pitch_bytes(x.pitch()?);
+    let to = to.format(format.inner.rows).hidden(format.inner.hidden).quantize(format.inner.quantize);
     let scales = scales.map(|scales| scale_view(device, scales)).transpose()?;
-    Ok(to.scales(scales))
+    let payload = payload.map(|payload| token_payload(device, payload, x.len())).transpose()?;
+    Ok(to.scales(scales).payload(payload))
 }
 
 /// Where they go. `dtype`: of the rows.
@@ -109,6 +144,7 @@ pub(super) fn placed(
     rows: &Bound<'_, PyAny>,
     scales: Option<&Bound<'_, PyAny>>,
     column_major: bool,
+    payload: Option<&Bound<'_, PyAny>>,
     dtype: Dtype,
 ) -> PyResult<Placed> {
     let rows = Array::of("rows", rows, true)?;
@@ -118,6 +154,9 @@ pub(super) fn placed(
     if let Some(scales) = scales {
         let scales = Array::whole("row_scales", scales, &SCALES, true)?;
         to = to.scales(scales.view(device)?).scale_order(scale_order(column_major));
+    }
+    if let Some(payload) = payload {
+        to = to.payload(Array::whole("row_payload", payload, &[Element::Fp32], true)?.view(device)?);
     }
     Ok(to)
 }
@@ -134,12 +173,12 @@ pub(super) fn payload(device: &Device, given: &Bound<'_, PyAny>, out: &Bound<'_,
     Ok((Payload { view: given.view(device)?, words, gathered }, out.view(device)?))
 }
 
-/// The tokens of a call. `rows`: dtype of `x`. The lengths of arrays are compared here, the rest by the call.
-pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyResult<tokenyard::Tokens> {
-    let x = rows_of(given.x, rows)?;
+/// The tokens of a call of this format. The lengths of arrays are compared here, the rest by the call.
+pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, format: &Format) -> PyResult<tokenyard::Tokens> {
+    let x = rows_of(given.x, format.input())?;
     let ids = Array::of("topk_idx", given.topk_idx, false)?;
     ids.must_have(2)?;
-    ids.must_hold(&[Element::I32, Element::I64])?;
+    ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
     let (tokens, choices) = (x.len(), ids.shape().get(1).copied().unwrap_or(0));
     ids.must_be_shaped(&[tokens, choices])?;
     let count = token_count(device, given.count, tokens)?;
@@ -147,9 +186,13 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
         let (token_bytes, choice_bytes) = array.strides();
         Strides { token_bytes, choice_bytes }
     };
-    let kind = if ids.element == Element::I64 { IndexType::I64 } else { IndexType::I32 };
-    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind).top_k(choices);
-    to = to.pitch_bytes(x.pitch()?);
+    let (kind, top_k) = match ids.element {
+        Element::I64 => (IndexType::I64, Some(choices)),
+        Element::I32 => (IndexType::I32, Some(choices)),
+        _ => (IndexType::Ranks, None),
+    };
+    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind).top_k(top_k);
+    to = to.of(&format.inner).pitch_bytes(x.pitch()?);
     if tokens > 0 {
         to = to.topk_idx_strides(strides_of(&ids));
     }
@@ -165,7 +208,8 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
     if let Some(scales) = given.scales {
         to = to.scales(scale_view(device, scales)?);
     }
-    Ok(to)
+    let payload = given.payload.map(|payload| token_payload(device, payload, tokens)).transpose()?;
+    Ok(to.payload(payload))
 }
 
 /// Where a dispatch writes: arrays that the caller owns. Made once, it may serve many calls.
@@ -175,7 +219,8 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, rows: Dtype) -> PyR
 /// other arrays are as in the library's `Output`: `counts` int32 `[local experts]`; optional ones `offsets` int32
 /// `[local experts + 1]`, `row_expert` int32 `[rows]`, `source` int32 `[rows, 2]`, `token_experts` int32 and
 /// `token_weights` fp32 `[rows, top_k]`, `row_count` int32 `[1]`, `scales` of 4-byte words `[rows, words]`, or with
-/// `column_major` `[words, rows rounded up to 4]`.
+/// `column_major` `[words, rows rounded up to 4]`, `payload` fp32 `[rows, words]`, `source_ranges` int64
+/// `[local experts, ranks]`, and, added to, `total_counts` int32 `[local experts]` and `wait_times` int64 `[ranks]`.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Output {
     layout: Layout,
@@ -192,7 +237,8 @@ impl Output {
     #[new]
     #[pyo3(signature = (
         layout, rows, counts, *, align=1, scales=None, column_major=false, zero_padding=false, offsets=None,
-        row_expert=None, source=None, token_experts=None, token_weights=None, row_count=None,
+        row_expert=None, source=None, token_experts=None, token_weights=None, row_count=None, payload=None,
+        source_ranges=None, total_counts=None, wait_times=None,
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
@@ -210,6 +256,10 @@ impl Output {
         token_experts: Option<&Bound<'_, PyAny>>,
         token_weights: Option<&Bound<'_, PyAny>>,
         row_count: Option<&Bound<'_, PyAny>>,
+        payload: Option<&Bound<'_, PyAny>>,
+        source_ranges: Option<&Bound<'_, PyAny>>,
+        total_counts: Option<&Bound<'_, PyAny>>,
+        wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Output> {
         let rows = Array::of("rows", rows, true)?;
         let (layout, dimensions) = match layout {
@@ -228,25 +278,25 @@ impl Output {
         }
         let scales = scales.map(|scales| Array::whole("scales", scales, &SCALES, true)).transpose()?;
         let mut others = Vec::new();
+        // None: as long as the caller likes, which the call compares with what it needs.
         let given = [
-            ("offsets", offsets, vec![experts + 1], Element::I32),
-            ("row_expert", row_expert, vec![all], Element::I32),
-            ("source", source, vec![all, 2], Element::I32),
-            ("row_count", row_count, vec![1], Element::I32),
+            ("offsets", offsets, vec![Some(experts + 1)], Element::I32),
+            ("row_expert", row_expert, vec![Some(all)], Element::I32),
+            ("source", source, vec![Some(all), Some(2)], Element::I32),
+            ("row_count", row_count, vec![Some(1)], Element::I32),
+            ("token_experts", token_experts, vec![Some(all), None], Element::I32),
+            ("token_weights", token_weights, vec![Some(all), None], Element::Fp32),
+            ("payload", payload, vec![Some(all), None], Element::Fp32),
+            ("source_ranges", source_ranges, vec![Some(experts), None], Element::I64),
+            ("total_counts", total_counts, vec![Some(experts)], Element::I32),
+            ("wait_times", wait_times, vec![None], Element::I64),
         ];
         for (name, value, shape, element) in given {
             let Some(value) = value else { continue };
             let array = Array::whole(name, value, &[element], true)?;
-            array.must_be_shaped(&shape)?;
-            others.push((name, array));
-        }
-        for (name, value, element) in
-            [("token_experts", token_experts, Element::I32), ("token_weights", token_weights, Element::Fp32)]
-        {
-            let Some(value) = value else { continue };
-            let array = Array::whole(name, value, &[element], true)?;
-            array.must_have(2)?;
-            array.must_be_shaped(&[all, array.shape()[1]])?;
+            array.must_have(shape.len())?;
+            let wanted = shape.iter().zip(array.shape()).map(|(wanted, found)| wanted.unwrap_or(*found));
+            array.must_be_shaped(&wanted.collect::<Vec<_>>())?;
             others.push((name, array));
         }
         Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
@@ -254,13 +304,13 @@ impl Output {
 }
 
 impl Output {
-    /// As the API takes it. `rows`: dtype of the rows.
-    pub fn of(&self, py: Python<'_>, device: &Device, hidden: usize, dtype: Dtype) -> PyResult<tokenyard::Output> {
+    /// As the API takes it, for a call of this format.
+    pub fn of(&self, py: Python<'_>, device: &Device, format: &Format) -> PyResult<tokenyard::Output> {
         let (rows, counts) = (self.rows.renewed(py)?, self.counts.renewed(py)?);
-        rows.must_be_rows_of(dtype)?;
+        rows.must_be_rows_of(format.inner.rows.dtype())?;
         let mut shape = rows.shape().to_vec();
         if let Some(columns) = shape.last_mut() {
-            *columns = hidden;
+            *columns = format.inner.hidden;
         }
         rows.must_be_shaped(&shape)?;
         let mut to = tokenyard::Output::new(self.layout, rows.view(device)?, counts.view(device)?);
@@ -282,7 +332,11 @@ impl Output {
                 "source" => to.source(view),
                 "row_count" => to.row_count(view),
                 "token_experts" => to.token_experts(view),
-                _ => to.token_weights(view),
+                "token_weights" => to.token_weights(view),
+                "payload" => to.payload(view),
+                "source_ranges" => to.source_ranges(view),
+                "total_counts" => to.total_counts(view),
+                _ => to.wait_times(view),
             };
         }
         Ok(to)

@@ -5,13 +5,15 @@ use super::calls::{self, Given, Output};
 use super::detached::Detached;
 use super::errors;
 use super::exclusive::{Exclusive, Held};
+use super::formats::Format;
 use super::worlds::World;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use pyo3::{PyClass, PyClassInitializer};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use tokenyard::{Combined, Device, DeviceKind, Dtype, Rows, Stream};
+use tokenyard::{CallFormat, Combined, Device, DeviceKind, Dtype, Rank, Rows, Stream, View};
 
 /// Dispatch and combine over one world: `tokenyard.AllToAll` has one and makes outputs for it.
 ///
@@ -28,11 +30,9 @@ pub(super) struct Context {
     /// What calls use whose wait ended before they did.
     in_use: Mutex<Vec<Py<PyAny>>>,
     timeout: Duration,
-    hidden: usize,
-    rows: Dtype,
-    combine: Dtype,
     top_k: usize,
-    quantizes: bool,
+    /// Of calls that do not state one.
+    format: Format,
     local_experts: Vec<u32>,
 }
 
@@ -41,6 +41,16 @@ pub(super) struct Context {
 pub(super) struct Handle {
     inner: tokenyard::Handle,
     tokens: usize,
+    format: Format,
+}
+
+/// The ranks that a context's calls go on without: int32 `[ranks]` on its device, as an array interface.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct RankMask {
+    /// Keeps the memory.
+    view: View,
+    ranks: usize,
+    on_cpu: bool,
 }
 
 /// A sent dispatch that is to be received.
@@ -48,6 +58,7 @@ pub(super) struct Handle {
 pub(super) struct Sent {
     inner: Mutex<Option<tokenyard::Sent>>,
     tokens: usize,
+    format: Format,
     /// Calls in several rounds read them in the second half, too.
     _arrays: Vec<Py<PyAny>>,
 }
@@ -56,6 +67,7 @@ pub(super) struct Sent {
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct CombineSent {
     inner: Mutex<Option<tokenyard::CombineSent>>,
+    format: Format,
     /// As of a dispatch.
     _arrays: Vec<Py<PyAny>>,
 }
@@ -85,46 +97,55 @@ fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
 impl Context {
     #[new]
     #[pyo3(signature = (
-        world, *, hidden, experts, top_k, max_tokens_per_rank, device="cuda", dtype="bf16", scales=None,
-        quantize=false, combine_dtype="bf16", weights="dispatch", timeout=30.0, sms=None, placement=None,
-        duplicates=false, payload_words=0,
+        world, format, *, experts, top_k, device="cuda", room_for=None, timeout=30.0, sms=None, placement=None,
+        duplicates=false, payload_words=0, dispatch_payload_words=0, missing_ranks="fatal", partial="same",
+        round_tokens=None, handles=None, handle_rows=None,
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         world: &World,
-        hidden: usize,
+        format: PyRef<'_, Format>,
         experts: usize,
         top_k: usize,
-        max_tokens_per_rank: usize,
         device: &str,
-        dtype: &str,
-        scales: Option<&str>,
-        quantize: bool,
-        combine_dtype: &str,
-        weights: &str,
+        room_for: Option<Vec<PyRef<'_, Format>>>,
         timeout: f64,
         sms: Option<u32>,
         placement: Option<Vec<u32>>,
         duplicates: bool,
         payload_words: usize,
+        dispatch_payload_words: usize,
+        missing_ranks: &str,
+        partial: &str,
+        round_tokens: Option<usize>,
+        handles: Option<usize>,
+        handle_rows: Option<usize>,
     ) -> PyResult<Context> {
         let timeout = duration("timeout", timeout)?;
         let device = device_of(py, device, world.inner.local_rank())?;
-        let (rows, combine) = (calls::row_format(py, dtype, scales)?, calls::dtype("combine_dtype", combine_dtype)?);
+        let (own, partial) = (&format.inner, calls::partial(partial)?);
         let mut builder = tokenyard::AllToAll::builder(&world.inner)
             .device(device.clone())
-            .hidden(hidden)
+            .hidden(own.hidden)
             .experts(experts)
             .top_k(top_k)
-            .max_tokens_per_rank(max_tokens_per_rank)
-            .format(rows)
-            .quantize(quantize)
-            .combine_dtype(combine)
-            .weights(calls::weights(weights)?)
+            .max_tokens_per_rank(own.max_tokens)
+            .format(own.rows)
+            .quantize(own.quantize)
+            .combine_dtype(own.combine_dtype)
+            .weights(own.weights)
+            .missing_ranks(calls::missing_ranks(missing_ranks)?)
             .timeout(timeout)
-            .tuning(|tuning| (tuning.duplicates, tuning.payload_words) = (duplicates, payload_words));
+            .tuning(|tuning| {
+                (tuning.duplicates, tuning.partial, tuning.round_tokens) = (duplicates, partial, round_tokens);
+                (tuning.payload_words, tuning.dispatch_payload_words) = (payload_words, dispatch_payload_words);
+                (tuning.handles, tuning.handle_rows) = (handles.unwrap_or(tuning.handles), handle_rows);
+            });
+        for other in room_for.iter().flatten() {
+            builder = builder.room_for(other.inner);
+        }
         if let Some(sms) = sms {
             builder = builder.sms(sms);
         }
@@ -136,22 +157,15 @@ impl Context {
         let stream = device.new_stream().map_err(|error| errors::raised(py, &error))?;
         let own = world.inner.original(world.inner.rank()).index();
         let local_experts = ep.placement().local_experts(own).to_vec();
-        let rows = rows.dtype();
         let (ep, call, in_use) = (Detached::new(ep), Exclusive::default(), Mutex::default());
-        Ok(Context {
-            ep,
-            device,
-            stream,
-            call,
-            in_use,
-            timeout,
-            hidden,
-            rows,
-            combine,
-            top_k,
-            quantizes: quantize,
-            local_experts,
-        })
+        let format = format.clone();
+        Ok(Context { ep, device, stream, call, in_use, timeout, top_k, format, local_experts })
+    }
+
+    /// The format of calls that do not state one.
+    #[getter]
+    fn format(&self) -> Format {
+        self.format.clone()
     }
 
     /// Numbers of the experts of this rank, in the order of outputs.
@@ -167,7 +181,9 @@ impl Context {
     }
 
     /// Sends the rows of this rank's tokens to the ranks of their experts, and receives those for its own experts.
-    #[pyo3(signature = (x, topk_idx, topk_weights, output, *, scales=None, count=None, stream=0))]
+    #[pyo3(signature = (
+        x, topk_idx, topk_weights, output, *, scales=None, count=None, payload=None, format=None, stream=0
+    ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn dispatch(
@@ -179,15 +195,19 @@ impl Context {
         output: &Bound<'_, Output>,
         scales: Option<&Bound<'_, PyAny>>,
         count: Option<&Bound<'_, PyAny>>,
+        payload: Option<&Bound<'_, PyAny>>,
+        format: Option<&Format>,
         stream: u64,
     ) -> PyResult<Handle> {
         let (stream, _held) = self.begin(py, stream)?;
-        let given = Given { x, topk_idx, topk_weights, scales, count };
-        let tokens = calls::tokens(&self.device, &given, self.input())?;
-        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
+        let format = format.unwrap_or(&self.format);
+        let given = Given { x, topk_idx, topk_weights, scales, count, payload };
+        let tokens = calls::tokens(&self.device, &given, format)?;
+        let out = output.get().of(py, &self.device, format)?;
         let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
-        let handle = Handle { inner, tokens: x.len()? };
-        match self.finished(py, [Some(x), Some(topk_idx), topk_weights, scales, count, Some(output.as_any())]) {
+        let handle = Handle { inner, tokens: x.len()?, format: format.clone() };
+        let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload, Some(output.as_any())];
+        match self.finished(py, arrays) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
             Err(raised) => Err(with(py, raised, "handle", handle)),
@@ -195,7 +215,9 @@ impl Context {
     }
 
     /// The sending half of a dispatch. With `counts` the host can ask for its counts before it is received.
-    #[pyo3(signature = (x, topk_idx, topk_weights=None, *, scales=None, count=None, counts=false, stream=0))]
+    #[pyo3(signature = (
+        x, topk_idx, topk_weights=None, *, scales=None, count=None, payload=None, format=None, counts=false, stream=0
+    ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn dispatch_send(
@@ -206,19 +228,23 @@ impl Context {
         topk_weights: Option<&Bound<'_, PyAny>>,
         scales: Option<&Bound<'_, PyAny>>,
         count: Option<&Bound<'_, PyAny>>,
+        payload: Option<&Bound<'_, PyAny>>,
+        format: Option<&Format>,
         counts: bool,
         stream: u64,
     ) -> PyResult<Sent> {
         let (stream, _held) = self.begin(py, stream)?;
-        let given = Given { x, topk_idx, topk_weights, scales, count };
-        let tokens = calls::tokens(&self.device, &given, self.input())?;
+        let format = format.unwrap_or(&self.format);
+        let given = Given { x, topk_idx, topk_weights, scales, count, payload };
+        let tokens = calls::tokens(&self.device, &given, format)?;
         let send = || match counts {
             true => self.ep.dispatch_send_counts(&stream, &tokens),
             false => self.ep.dispatch_send(&stream, &tokens),
         };
         let sent = self.enqueued(py, send)?;
-        let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count];
-        let sent = Sent { inner: Mutex::new(Some(sent)), tokens: x.len()?, _arrays: kept(arrays) };
+        let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload];
+        let (tokens, format) = (x.len()?, format.clone());
+        let sent = Sent { inner: Mutex::new(Some(sent)), tokens, format, _arrays: kept(arrays) };
         match self.finished(py, arrays) {
             Ok(()) => Ok(sent),
             // It is to be received, as on the other ranks.
@@ -240,7 +266,10 @@ impl Context {
 
     /// Sends new rows to the places that those of an earlier dispatch had in its output: the same tokens, without
     /// routing. `rows` has the layout and capacity of that output.
-    #[pyo3(signature = (handle, x, rows, *, scales=None, row_scales=None, column_major=false, count=None, stream=0))]
+    #[pyo3(signature = (
+        handle, x, rows, *, scales=None, row_scales=None, column_major=false, count=None, payload=None,
+        row_payload=None, format=None, stream=0
+    ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn dispatch_again(
@@ -253,13 +282,18 @@ impl Context {
         row_scales: Option<&Bound<'_, PyAny>>,
         column_major: bool,
         count: Option<&Bound<'_, PyAny>>,
+        payload: Option<&Bound<'_, PyAny>>,
+        row_payload: Option<&Bound<'_, PyAny>>,
+        format: Option<&Format>,
         stream: u64,
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
-        let tokens = calls::new_rows(&self.device, x, scales, count, self.input())?;
-        let placed = calls::placed(&self.device, rows, row_scales, column_major, self.rows)?;
+        let format = format.unwrap_or(&handle.format);
+        let tokens = calls::new_rows(&self.device, x, scales, count, payload, format)?;
+        let dtype = format.inner.rows.dtype();
+        let placed = calls::placed(&self.device, rows, row_scales, column_major, row_payload, dtype)?;
         self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
-        self.finished(py, [Some(x), Some(rows), scales, row_scales, count])
+        self.finished(py, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
     }
 
     /// The receiving half.
@@ -272,15 +306,15 @@ impl Context {
         stream: u64,
     ) -> PyResult<Handle> {
         let (stream, _held) = self.begin(py, stream)?;
-        let out = output.get().of(py, &self.device, self.hidden, self.rows)?;
         let half = sent.get();
+        let out = output.get().of(py, &self.device, &half.format)?;
         let given = taken(&half.inner, "sent")?;
         let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
         let inner = outcome.map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        let handle = Handle { inner, tokens: half.tokens };
+        let handle = Handle { inner, tokens: half.tokens, format: half.format.clone() };
         match self.finished(py, [Some(output.as_any()), Some(sent.as_any())]) {
             Ok(()) => Ok(handle),
             Err(raised) => Err(with(py, raised, "handle", handle)),
@@ -289,9 +323,10 @@ impl Context {
 
     /// Returns the experts' rows to their tokens' source ranks, as weighted sums in `out`. `payload`: fp32 words beside
     /// each row, `[rows, words]`; `payload_out` gets their sums `[tokens, words]`, or with three dimensions each
-    /// choice's words `[tokens, top_k, words]`.
+    /// choice's words `[tokens, top_k, words]`. `dtype`: of `rows`, if it is not the combine dtype of the handle's format.
     #[pyo3(signature = (
-        rows, handle, out, *, topk_weights=None, accumulate=false, payload=None, payload_out=None, stream=0
+        rows, handle, out, *, topk_weights=None, accumulate=false, payload=None, payload_out=None, dtype=None,
+        wait_times=None, stream=0
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
@@ -305,10 +340,13 @@ impl Context {
         accumulate: bool,
         payload: Option<&Bound<'_, PyAny>>,
         payload_out: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&str>,
+        wait_times: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
-        let (mut from, mut to) = (self.expert_rows(rows, handle, topk_weights)?, self.sums(out, accumulate)?);
+        let mut from = self.expert_rows(rows, handle, topk_weights, dtype)?;
+        let mut to = self.sums(out, accumulate, &handle.format, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&self.device, payload, payload_out)?;
             (from, to) = (from.payload(given), to.payload(got));
@@ -316,24 +354,26 @@ impl Context {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
         self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out])
+        self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
     }
 
     /// The sending half of a combine.
-    #[pyo3(signature = (rows, handle, *, topk_weights=None, stream=0))]
+    #[pyo3(signature = (rows, handle, *, topk_weights=None, dtype=None, stream=0))]
     fn combine_send(
         &self,
         py: Python<'_>,
         rows: &Bound<'_, PyAny>,
         handle: &Handle,
         topk_weights: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&str>,
         stream: u64,
     ) -> PyResult<CombineSent> {
         let (stream, _held) = self.begin(py, stream)?;
-        let from = self.expert_rows(rows, handle, topk_weights)?;
+        let from = self.expert_rows(rows, handle, topk_weights, dtype)?;
         let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
-        let sent = CombineSent { inner: Mutex::new(Some(sent)), _arrays: kept(arrays) };
+        let format = handle.format.clone();
+        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(arrays) };
         match self.finished(py, arrays) {
             Ok(()) => Ok(sent),
             Err(raised) => Err(with(py, raised, "sent", sent)),
@@ -341,24 +381,45 @@ impl Context {
     }
 
     /// The receiving half.
-    #[pyo3(signature = (sent, out, *, accumulate=false, stream=0))]
+    #[pyo3(signature = (sent, out, *, accumulate=false, wait_times=None, stream=0))]
     fn combine_recv(
         &self,
         py: Python<'_>,
         sent: &Bound<'_, CombineSent>,
         out: &Bound<'_, PyAny>,
         accumulate: bool,
+        wait_times: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
-        let to = self.sums(out, accumulate)?;
         let half = sent.get();
+        let to = self.sums(out, accumulate, &half.format, wait_times)?;
         let given = taken(&half.inner, "sent")?;
         py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(py, [Some(out), Some(sent.as_any())])
+        self.finished(py, [Some(out), wait_times, Some(sent.as_any())])
+    }
+
+    /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
+    fn mask_rank(&self, py: Python<'_>, rank: u32) -> PyResult<()> {
+        self.ep.must_be_of_this_process("context")?;
+        py.detach(|| self.ep.mask_rank(Rank(rank))).map_err(|error| errors::raised(py, &error))
+    }
+
+    /// The mask that calls read and deadlines write. An entry that is not 0 masks its rank.
+    fn rank_mask(&self, py: Python<'_>) -> PyResult<RankMask> {
+        self.ep.must_be_of_this_process("context")?;
+        let view = self.ep.rank_mask().map_err(|error| errors::raised(py, &error))?;
+        Ok(RankMask { ranks: view.len() / 4, view, on_cpu: self.on_cpu() })
+    }
+
+    /// Ranks that a deadline masked here: each one's number in the first generation, the call and its epoch.
+    fn silent_ranks(&self) -> PyResult<Vec<(u32, String, u64)>> {
+        self.ep.must_be_of_this_process("context")?;
+        let silent = self.ep.silent_ranks().into_iter();
+        Ok(silent.map(|silent| (silent.rank.0, silent.call.to_owned(), silent.epoch)).collect())
     }
 
     /// Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline.
@@ -381,6 +442,41 @@ impl Handle {
     fn tokens(&self) -> usize {
         self.tokens
     }
+
+    /// Of the dispatch.
+    #[getter]
+    fn format(&self) -> Format {
+        self.format.clone()
+    }
+}
+
+#[pymethods]
+impl RankMask {
+    /// On the CPU device.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.interface(py, true)
+    }
+
+    /// On a GPU.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.interface(py, false)
+    }
+}
+
+impl RankMask {
+    fn interface<'py>(&self, py: Python<'py>, on_cpu: bool) -> PyResult<Bound<'py, PyDict>> {
+        if on_cpu != self.on_cpu {
+            return Err(PyAttributeError::new_err("the mask is on another device"));
+        }
+        let interface = PyDict::new(py);
+        interface.set_item("shape", (self.ranks,))?;
+        interface.set_item("typestr", "<i4")?;
+        interface.set_item("data", (self.view.ptr(), false))?;
+        interface.set_item("version", 3)?;
+        Ok(interface)
+    }
 }
 
 impl Drop for Context {
@@ -401,11 +497,6 @@ impl Drop for Context {
 }
 
 impl Context {
-    /// Dtype of what dispatch reads.
-    fn input(&self) -> Dtype {
-        if self.quantizes { Dtype::Bf16 } else { self.rows }
-    }
-
     /// Makes this thread the only one of the CPU device's calls. Refuses the child of a fork.
     fn hold(&self, py: Python<'_>) -> PyResult<Option<Held<'_>>> {
         self.ep.must_be_of_this_process("context")?;
@@ -464,13 +555,16 @@ impl Context {
         rows: &Bound<'_, PyAny>,
         handle: &Handle,
         topk_weights: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&str>,
     ) -> PyResult<Rows> {
+        let CallFormat { hidden, combine_dtype, .. } = handle.format.inner;
+        let dtype = dtype.map_or(Ok(combine_dtype), |dtype| calls::dtype("dtype", dtype))?;
         let rows = Array::of("rows", rows, false)?;
-        rows.must_be_rows_of(self.combine)?;
-        if rows.shape().last() != Some(&self.hidden) {
-            rows.must_be_shaped(&[rows.len(), self.hidden])?;
+        rows.must_be_rows_of(dtype)?;
+        if rows.shape().last() != Some(&hidden) {
+            rows.must_be_shaped(&[rows.len(), hidden])?;
         }
-        let mut to = Rows::new(rows.view(&self.device)?);
+        let mut to = Rows::new(rows.view(&self.device)?).dtype(dtype);
         if rows.shape().len() == 2 {
             to = to.pitch_bytes(rows.pitch()?);
         } else {
@@ -486,9 +580,15 @@ impl Context {
         Ok(to)
     }
 
-    fn sums(&self, out: &Bound<'_, PyAny>, accumulate: bool) -> PyResult<Combined> {
+    fn sums(
+        &self,
+        out: &Bound<'_, PyAny>,
+        accumulate: bool,
+        format: &Format,
+        wait_times: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Combined> {
         let out = Array::of("out", out, true)?;
-        out.must_be_shaped(&[out.len(), self.hidden])?;
+        out.must_be_shaped(&[out.len(), format.inner.hidden])?;
         let dtype = match out.element {
             Element::Bf16 | Element::U16 => Dtype::Bf16,
             Element::Fp16 => Dtype::Fp16,
@@ -498,7 +598,9 @@ impl Context {
             }
         };
         let to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
-        Ok(to.pitch_bytes(out.pitch()?))
+        let times = wait_times.map(|times| Array::whole("wait_times", times, &[Element::I64], true)).transpose()?;
+        let times = times.map(|times| times.view(&self.device)).transpose()?;
+        Ok(to.pitch_bytes(out.pitch()?).wait_times(times))
     }
 }
 

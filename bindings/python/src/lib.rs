@@ -9,8 +9,10 @@ mod arrays;
 mod calls;
 mod context;
 mod detached;
+mod dlpack;
 mod errors;
 mod exclusive;
+mod formats;
 mod worlds;
 
 use pyo3::prelude::*;
@@ -39,6 +41,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<worlds::World>()?;
     module.add_class::<context::Context>()?;
     module.add_class::<context::Handle>()?;
+    module.add_class::<context::RankMask>()?;
+    module.add_class::<formats::Format>()?;
     module.add_class::<context::Sent>()?;
     module.add_class::<context::CombineSent>()?;
     module.add_class::<calls::Output>()?;

@@ -18,6 +18,7 @@ from ._native import (
     ConfigError,
     DeviceError,
     Error,
+    Format,
     GenerationError,
     Handle,
     IncompleteError,
@@ -25,6 +26,7 @@ from ._native import (
     OrderError,
     Output,
     PeerLostError,
+    RankMask,
     RoutingError,
     Sent,
     TimeoutError,
@@ -35,6 +37,6 @@ from ._worlds import World
 
 __all__ = [
     "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "CombineSent", "ConfigError", "DeviceError",
-    "Dispatched", "Error", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
-    "PeerLostError", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__",
+    "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
+    "PeerLostError", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__",
 ]

@@ -6,7 +6,7 @@ import sys
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import _native
-from ._native import CombineSent, Handle, Output, Sent
+from ._native import CombineSent, Format, Handle, Output, RankMask, Sent
 
 
 class Dispatched(NamedTuple):
@@ -26,6 +26,8 @@ class Dispatched(NamedTuple):
     """fp32 `[rows, top_k]`: their weights."""
     handle: Any
     """What combine needs."""
+    payload: Optional[Any] = None
+    """fp32 `[rows, words]`: the words of each row's token, if the call had a payload."""
 
 
 class AllToAll:
@@ -34,9 +36,14 @@ class AllToAll:
     `device`: "cpu", "cuda" (the GPU of the world's local rank) or "cuda:N". `dtype` ("bf16", "fp16", "fp32", "fp8") and
     `scales` (None, "fp32", "ue8m0") are of dispatched rows; with `quantize` dispatch takes bf16 and makes them.
     `combine_dtype` is of the experts' outputs. `weights` come with "dispatch", with "combine", or are "none" of the
-    library's business. `timeout`: seconds for which calls wait. `placement`: the rank of each expert; by default
-    expert e is on rank e * ranks // experts. `duplicates`: a token may name an expert several times. `payload_words`:
-    most words of a token's side payload in combine.
+    library's business. These, `hidden` and `max_tokens_per_rank` are the context's own `Format`; `room_for` has further
+    ones, which calls may state. `timeout`: seconds for which calls wait. `placement`: the rank of each expert; by
+    default expert e is on rank e * ranks // experts. `duplicates`: a token may name an expert several times.
+    `payload_words`, `dispatch_payload_words`: most words of a token's side payload in combine and in dispatch.
+    `missing_ranks`: "fatal"; "masked" for `mask_rank`; "masked_at_deadline" if a deadline masks the rank that is silent.
+    `partial`: in what partial rows travel, "same" as the experts' outputs, "fp32" or "fp8". `round_tokens`: tokens of a
+    round of larger calls. `handles`, `handle_rows`: how many handles are there from the start, for captures, and for
+    outputs of how many rows.
 
     On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
     current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
@@ -62,43 +69,75 @@ class AllToAll:
         placement: Optional[Sequence[int]] = None,
         duplicates: bool = False,
         payload_words: int = 0,
+        dispatch_payload_words: int = 0,
+        room_for: Sequence[Format] = (),
+        missing_ranks: str = "fatal",
+        partial: str = "same",
+        round_tokens: Optional[int] = None,
+        handles: Optional[int] = None,
+        handle_rows: Optional[int] = None,
     ) -> None:
-        self._context = _native.Context(
-            world, hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, device=device,
-            dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype, weights=weights,
-            timeout=timeout, sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
+        self._format = Format(
+            hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
+            weights=weights,
         )
-        self._hidden, self._top_k, self._dtype, self._scales = hidden, top_k, dtype, scales
-        self._combine_dtype, self._timeout = combine_dtype, timeout
+        self._context = _native.Context(
+            world, self._format, experts=experts, top_k=top_k, device=device, room_for=list(room_for), timeout=timeout,
+            sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
+            dispatch_payload_words=dispatch_payload_words, missing_ranks=missing_ranks, partial=partial,
+            round_tokens=round_tokens, handles=handles, handle_rows=handle_rows,
+        )
+        self._top_k, self._timeout, self._ranks, self._duplicates = top_k, timeout, world.size, duplicates
         self._experts = self._context.local_experts
-        self._most_tokens = world.size * max_tokens_per_rank
-        self._most_rows = self._most_tokens * (top_k if duplicates else min(top_k, len(self._experts)))
-        self._most_of_expert = self._most_tokens * (top_k if duplicates else 1)
 
     @property
     def local_experts(self) -> List[int]:
         """Numbers of the experts of this rank, in the order of outputs."""
         return list(self._experts)
 
+    @property
+    def format(self) -> Format:
+        """The format of calls that do not state one."""
+        return self._format
+
+    def capacity(self, layout: str = "contiguous", align: int = 1, format: Optional[Format] = None) -> int:
+        """As many rows as any routing can need in a layout; in the masked layout of each expert."""
+        tokens, experts = self._ranks * (format or self._format).max_tokens, len(self._experts)
+        if layout == "masked":
+            return tokens * (self._top_k if self._duplicates else 1)
+        if layout == "token":
+            return tokens
+        return tokens * (self._top_k if self._duplicates else min(self._top_k, experts)) + experts * (align - 1)
+
     def output(
-        self, like: Any, *, layout: str = "contiguous", align: int = 1, capacity: Optional[int] = None
+        self,
+        like: Any,
+        *,
+        layout: str = "contiguous",
+        align: int = 1,
+        capacity: Optional[int] = None,
+        payload_words: int = 0,
+        format: Optional[Format] = None,
     ) -> Tuple[Output, Dispatched]:
         """An `Output` with arrays of its own, and these as `Dispatched` without a handle.
 
         `like`: an array of the kind and device that outputs have. `capacity`: rows of the output, in the masked layout
-        of each expert; by default as many as any routing can need.
+        of each expert; by default as many as any routing can need. `payload_words`: of each token in the call.
+        `format`: of the call, if it is not the context's.
         """
+        format = format or self._format
         experts = len(self._experts)
         if capacity is None:
-            most = {"contiguous": self._most_rows + experts * (align - 1), "masked": self._most_of_expert}
-            capacity = most.get(layout, self._most_tokens)
+            capacity = self.capacity(layout, align, format)
         make = _maker(like)
         shape = (experts, capacity) if layout == "masked" else (capacity,)
-        rows, counts = make((*shape, self._hidden), self._dtype), make((experts,), "i32")
+        rows, counts = make((*shape, format.hidden), format.dtype), make((experts,), "i32")
         more: Dict[str, Any] = {}
-        if self._scales is not None:
-            columns, word = (128, "fp32") if self._scales == "fp32" else (512, "i32")
-            more["scales"] = make((*shape, -(-self._hidden // columns)), word)
+        if format.scales is not None:
+            columns, word = (128, "fp32") if format.scales == "fp32" else (512, "i32")
+            more["scales"] = make((*shape, -(-format.hidden // columns)), word)
+        if payload_words:
+            more["payload"] = make((*shape, payload_words), "fp32")
         if layout == "contiguous":
             more["offsets"] = make((experts + 1,), "i32")
         if layout == "token":
@@ -106,7 +145,8 @@ class AllToAll:
             more["token_weights"] = make((capacity, self._top_k), "fp32")
         output = Output(layout, rows, counts, align=align, **more)
         got = Dispatched(
-            rows, more.get("scales"), counts, more.get("offsets"), more.get("token_experts"), more.get("token_weights"), None
+            rows, more.get("scales"), counts, more.get("offsets"), more.get("token_experts"), more.get("token_weights"),
+            None, more.get("payload"),
         )
         return output, got
 
@@ -118,6 +158,8 @@ class AllToAll:
         *,
         scales: Any = None,
         count: Any = None,
+        payload: Any = None,
+        format: Optional[Format] = None,
         stream: Any = None,
         layout: str = "contiguous",
         align: int = 1,
@@ -127,17 +169,26 @@ class AllToAll:
         """Sends `x` `[tokens, hidden]` to the experts `topk_idx` `[tokens, top_k]` (int32 or int64, -1 for none).
 
         `topk_weights`: fp32 `[tokens, top_k]`, where weights come with dispatch. `count`: int32 `[1]` on the device, of
-        how many tokens there are. `layout`, `align` and `capacity` are those of `output`. An error of a call that took
-        place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the other ranks do.
+        how many tokens there are. `payload`: fp32 `[tokens, words]`, which comes beside each row. `format`: of this call,
+        one for which the context has room. `layout`, `align` and `capacity` are those of `output`. With a bool array
+        `[tokens, ranks]` in place of `topk_idx` tokens name ranks, and have a row at each one's first expert. An error
+        of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the
+        other ranks do.
 
         `exact`: the host waits for the counts, and outputs have exactly as many rows as come (and the masked layout as
         many as the fullest expert has). Not while a graph is captured.
         """
         if exact:
-            return self._dispatch_exact(x, topk_idx, topk_weights, scales, count, stream, layout, align)
-        output, got = self.output(x, layout=layout, align=align, capacity=capacity)
+            return self._dispatch_exact(x, topk_idx, topk_weights, scales, count, payload, format, stream, layout, align)
+        words = _words(payload)
+        output, got = self.output(
+            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format
+        )
         try:
-            handle = self.dispatch_into(output, x, topk_idx, topk_weights, scales=scales, count=count, stream=stream)
+            handle = self.dispatch_into(
+                output, x, topk_idx, topk_weights, scales=scales, count=count, payload=payload, format=format,
+                stream=stream,
+            )
         except BaseException as error:
             # KeyboardInterrupt, too, if it came while the call was under way.
             if (made := getattr(error, "handle", None)) is not None:
@@ -146,11 +197,24 @@ class AllToAll:
         return got._replace(handle=handle)
 
     def _dispatch_exact(
-        self, x: Any, topk_idx: Any, topk_weights: Any, scales: Any, count: Any, stream: Any, layout: str, align: int
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        scales: Any,
+        count: Any,
+        payload: Any,
+        format: Optional[Format],
+        stream: Any,
+        layout: str,
+        align: int,
     ) -> Dispatched:
         failure: Optional[_native.Error] = None
         try:
-            sent = self.dispatch_send(x, topk_idx, topk_weights, scales=scales, count=count, counts=True, stream=stream)
+            sent = self.dispatch_send(
+                x, topk_idx, topk_weights, scales=scales, count=count, payload=payload, format=format, counts=True,
+                stream=stream,
+            )
         except _native.Error as error:
             if not hasattr(error, "sent"):
                 raise
@@ -161,7 +225,10 @@ class AllToAll:
             capacity = sum(-(-rows // align) * align for rows in experts)
         else:
             capacity = max(experts, default=0) if layout == "masked" else sum(sources)
-        output, got = self.output(x, layout=layout, align=align, capacity=capacity)
+        words = _words(payload)
+        output, got = self.output(
+            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format
+        )
         got = got._replace(handle=self.dispatch_recv(sent, output, stream=stream))
         if failure is not None:
             failure.dispatched = got
@@ -177,11 +244,15 @@ class AllToAll:
         *,
         scales: Any = None,
         count: Any = None,
+        payload: Any = None,
+        format: Optional[Format] = None,
         stream: Any = None,
     ) -> Handle:
         """As `dispatch`, into arrays of the caller; an error of a call that took place has the handle as `handle`."""
         on = _stream(x, stream)
-        return self._context.dispatch(x, topk_idx, topk_weights, output, scales=scales, count=count, stream=on)
+        return self._context.dispatch(
+            x, topk_idx, topk_weights, output, scales=scales, count=count, payload=payload, format=format, stream=on
+        )
 
     def dispatch_send(
         self,
@@ -191,6 +262,8 @@ class AllToAll:
         *,
         scales: Any = None,
         count: Any = None,
+        payload: Any = None,
+        format: Optional[Format] = None,
         counts: bool = False,
         stream: Any = None,
     ) -> Sent:
@@ -200,7 +273,8 @@ class AllToAll:
         """
         on = _stream(x, stream)
         return self._context.dispatch_send(
-            x, topk_idx, topk_weights, scales=scales, count=count, counts=counts, stream=on
+            x, topk_idx, topk_weights, scales=scales, count=count, payload=payload, format=format, counts=counts,
+            stream=on,
         )
 
     def counts(self, sent: Sent, seconds: Optional[float] = None) -> Tuple[List[int], List[int]]:
@@ -220,16 +294,21 @@ class AllToAll:
         row_scales: Any = None,
         column_major: bool = False,
         count: Any = None,
+        payload: Any = None,
+        row_payload: Any = None,
+        format: Optional[Format] = None,
         stream: Any = None,
     ) -> None:
         """Sends new rows `x` of the same tokens to the places that the handle's dispatch gave them, in `rows`.
 
         `rows` has the layout and capacity of that dispatch's output. Padding stays as it is. The backward of a combine:
-        gradients of sums go to the experts' rows.
+        gradients of sums go to the experts' rows. `payload` `[tokens, words]` goes to `row_payload` `[rows, words]`.
+        `format`: of the rows, by default that of the handle's dispatch.
         """
         on = _stream(x, stream)
         self._context.dispatch_again(
-            handle, x, rows, scales=scales, row_scales=row_scales, column_major=column_major, count=count, stream=on
+            handle, x, rows, scales=scales, row_scales=row_scales, column_major=column_major, count=count,
+            payload=payload, row_payload=row_payload, format=format, stream=on,
         )
 
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: Any = None) -> Handle:
@@ -248,6 +327,8 @@ class AllToAll:
         accumulate: bool = False,
         payload: Any = None,
         payload_out: Any = None,
+        dtype: Optional[str] = None,
+        wait_times: Any = None,
         stream: Any = None,
     ) -> Any:
         """Returns the experts' outputs as weighted sums `[tokens, hidden]`, in `out` if it is given.
@@ -255,26 +336,48 @@ class AllToAll:
         `rows` are in the layout of the dispatch. `tokens`: rows of the sums, by default as many as the handle's dispatch
         had. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
         `payload`: fp32 words beside each row, `[rows, words]`, of which `payload_out` gets the sums `[tokens, words]`,
-        or each choice's words `[tokens, top_k, words]`, with their bits.
+        or each choice's words `[tokens, top_k, words]`, with their bits. `dtype`: of `rows`, the same on all ranks, if
+        it is not the combine dtype of the dispatch's format. `wait_times`: int64 `[ranks]`, to which the nanoseconds
+        are added for which the call waited for each rank.
         """
         if out is None:
-            out = _maker(rows)((handle.tokens if tokens is None else tokens, self._hidden), self._combine_dtype)
+            format = handle.format
+            shape = (handle.tokens if tokens is None else tokens, format.hidden)
+            out = _maker(rows)(shape, dtype or format.combine_dtype)
         on = _stream(rows, stream)
         self._context.combine(
             rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, payload=payload,
-            payload_out=payload_out, stream=on,
+            payload_out=payload_out, dtype=dtype, wait_times=wait_times, stream=on,
         )
         return out
 
-    def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: Any = None) -> CombineSent:
+    def combine_send(
+        self, rows: Any, handle: Handle, *, topk_weights: Any = None, dtype: Optional[str] = None, stream: Any = None
+    ) -> CombineSent:
         """The sending half of a combine."""
         on = _stream(rows, stream)
-        return self._context.combine_send(rows, handle, topk_weights=topk_weights, stream=on)
+        return self._context.combine_send(rows, handle, topk_weights=topk_weights, dtype=dtype, stream=on)
 
-    def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: Any = None) -> None:
+    def combine_recv(
+        self, sent: CombineSent, out: Any, *, accumulate: bool = False, wait_times: Any = None, stream: Any = None
+    ) -> None:
         """The receiving half, once for each `sent`."""
         on = _stream(out, stream)
-        self._context.combine_recv(sent, out, accumulate=accumulate, stream=on)
+        self._context.combine_recv(sent, out, accumulate=accumulate, wait_times=wait_times, stream=on)
+
+    def mask_rank(self, rank: int) -> None:
+        """Goes on without a rank, also while a call waits for it, where `missing_ranks` allows that."""
+        self._context.mask_rank(rank)
+
+    @property
+    def rank_mask(self) -> RankMask:
+        """int32 `[ranks]` on the device, an array interface: an entry that is not 0 masks its rank from the next call
+        on. `numpy.asarray(ep.rank_mask)` on the CPU device, `torch.as_tensor(ep.rank_mask, device="cuda")` on a GPU."""
+        return self._context.rank_mask()
+
+    def silent_ranks(self) -> List[Tuple[int, str, int]]:
+        """Ranks that a deadline masked: the rank, the call that waited for it, and that call's epoch."""
+        return self._context.silent_ranks()
 
     def check(self) -> None:
         """Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline."""
@@ -301,6 +404,11 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
         raise TypeError(f"x is a {type(like).__name__}: give an array of torch, numpy or cupy, or an output")
     names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "fp8": "uint8"}
     return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
+
+
+def _words(payload: Any) -> int:
+    """Words of each token."""
+    return 0 if payload is None else int(payload.shape[-1])
 
 
 def _stream(array: Any, given: Any) -> int:

@@ -1,4 +1,4 @@
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, final
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, final
 
 __all__ = [
     "ArgumentError",
@@ -9,6 +9,7 @@ __all__ = [
     "Context",
     "DeviceError",
     "Error",
+    "Format",
     "GenerationError",
     "Handle",
     "IncompleteError",
@@ -16,6 +17,7 @@ __all__ = [
     "OrderError",
     "Output",
     "PeerLostError",
+    "RankMask",
     "RoutingError",
     "Sent",
     "TimeoutError",
@@ -107,9 +109,49 @@ class World:
     def regroup(self, generation: int, members: Sequence[int]) -> World: ...
 
 @final
+class Format:
+    def __new__(
+        cls,
+        hidden: int,
+        max_tokens: int,
+        *,
+        dtype: str = "bf16",
+        scales: Optional[str] = None,
+        quantize: bool = False,
+        combine_dtype: str = "bf16",
+        weights: str = "dispatch",
+    ) -> Format: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def scales(self) -> Optional[str]: ...
+    @property
+    def quantize(self) -> bool: ...
+    @property
+    def combine_dtype(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class RankMask:
+    @property
+    def __array_interface__(self) -> Dict[str, Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> Dict[str, Any]: ...
+
+@final
 class Handle:
     @property
     def tokens(self) -> int: ...
+    @property
+    def format(self) -> Format: ...
 
 @final
 class Sent: ...
@@ -135,6 +177,10 @@ class Output:
         token_experts: Any = None,
         token_weights: Any = None,
         row_count: Any = None,
+        payload: Any = None,
+        source_ranges: Any = None,
+        total_counts: Any = None,
+        wait_times: Any = None,
     ) -> Output: ...
 
 @final
@@ -142,23 +188,26 @@ class Context:
     def __new__(
         cls,
         world: World,
+        format: Format,
         *,
-        hidden: int,
         experts: int,
         top_k: int,
-        max_tokens_per_rank: int,
         device: str = "cuda",
-        dtype: str = "bf16",
-        scales: Optional[str] = None,
-        quantize: bool = False,
-        combine_dtype: str = "bf16",
-        weights: str = "dispatch",
+        room_for: Optional[Sequence[Format]] = None,
         timeout: float = 30.0,
         sms: Optional[int] = None,
         placement: Optional[Sequence[int]] = None,
         duplicates: bool = False,
         payload_words: int = 0,
+        dispatch_payload_words: int = 0,
+        missing_ranks: str = "fatal",
+        partial: str = "same",
+        round_tokens: Optional[int] = None,
+        handles: Optional[int] = None,
+        handle_rows: Optional[int] = None,
     ) -> Context: ...
+    @property
+    def format(self) -> Format: ...
     @property
     def local_experts(self) -> List[int]: ...
     @property
@@ -174,6 +223,8 @@ class Context:
         *,
         scales: Any = None,
         count: Any = None,
+        payload: Any = None,
+        format: Optional[Format] = None,
         stream: int = 0,
     ) -> Handle: ...
     def dispatch_send(
@@ -184,6 +235,8 @@ class Context:
         *,
         scales: Any = None,
         count: Any = None,
+        payload: Any = None,
+        format: Optional[Format] = None,
         counts: bool = False,
         stream: int = 0,
     ) -> Sent: ...
@@ -198,6 +251,9 @@ class Context:
         row_scales: Any = None,
         column_major: bool = False,
         count: Any = None,
+        payload: Any = None,
+        row_payload: Any = None,
+        format: Optional[Format] = None,
         stream: int = 0,
     ) -> None: ...
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: int = 0) -> Handle: ...
@@ -211,8 +267,17 @@ class Context:
         accumulate: bool = False,
         payload: Any = None,
         payload_out: Any = None,
+        dtype: Optional[str] = None,
+        wait_times: Any = None,
         stream: int = 0,
     ) -> None: ...
-    def combine_send(self, rows: Any, handle: Handle, *, topk_weights: Any = None, stream: int = 0) -> CombineSent: ...
-    def combine_recv(self, sent: CombineSent, out: Any, *, accumulate: bool = False, stream: int = 0) -> None: ...
+    def combine_send(
+        self, rows: Any, handle: Handle, *, topk_weights: Any = None, dtype: Optional[str] = None, stream: int = 0
+    ) -> CombineSent: ...
+    def combine_recv(
+        self, sent: CombineSent, out: Any, *, accumulate: bool = False, wait_times: Any = None, stream: int = 0
+    ) -> None: ...
+    def mask_rank(self, rank: int) -> None: ...
+    def rank_mask(self) -> RankMask: ...
+    def silent_ranks(self) -> List[Tuple[int, str, int]]: ...
     def check(self) -> None: ...

@@ -1,0 +1,109 @@
+//! Arrays that have `__dlpack__` alone. The structures are those of DLPack's header, version 0.x (`dlpack.h`, unversioned
+//! capsules), which every producer makes when it is asked for no version.
+
+use super::arrays::{Element, Place};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict};
+use std::ffi::{c_int, c_void};
+use std::slice;
+
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device_type: c_int,
+    device_id: c_int,
+    dimensions: c_int,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    /// In elements; null: without gaps.
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// What a capsule says of its memory.
+pub(super) struct Described {
+    pub pointer: u64,
+    pub shape: Vec<usize>,
+    /// In bytes; None: without gaps.
+    pub strides: Option<Vec<usize>>,
+    pub element: Element,
+    pub place: Place,
+}
+
+/// `kDLCPU` and `kDLCUDA`.
+const CPU: c_int = 1;
+const CUDA: c_int = 2;
+
+/// Codes (`DLDataTypeCode`) and bits of types of elements.
+const TYPES: [(u8, u8, Element); 10] = [
+    (0, 32, Element::I32),
+    (0, 64, Element::I64),
+    (0, 8, Element::U8),
+    (1, 8, Element::U8),
+    (1, 16, Element::U16),
+    (1, 32, Element::U32),
+    (2, 16, Element::Fp16),
+    (2, 32, Element::Fp32),
+    (4, 16, Element::Bf16),
+    (6, 8, Element::Bool),
+];
+
+/// `kDLFloat8_e4m3fn`.
+const FP8: u8 = 10;
+
+/// The capsule of an array, and what it says. The memory is there as long as the capsule.
+pub(super) fn described<'py>(
+    name: &'static str,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<(Bound<'py, PyCapsule>, Described)> {
+    let py = value.py();
+    let (kind, _): (c_int, i64) = value.call_method0("__dlpack_device__")?.extract()?;
+    let arguments = PyDict::new(py);
+    if kind == CUDA {
+        // -1: no wait for other streams. Arrays of a call belong to the call's stream, as any work of it.
+        arguments.set_item("stream", -1)?;
+    }
+    let capsule = value.call_method("__dlpack__", (), Some(&arguments))?.cast_into::<PyCapsule>()?;
+    let pointer = capsule.pointer_checked(Some(c"dltensor"))?.cast::<Tensor>();
+    // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor and lives as long as the
+    // capsule, whose name nobody changes, since it is ours alone.
+    let tensor = unsafe { pointer.as_ref() };
+    let dimensions = usize::try_from(tensor.dimensions).unwrap_or(0);
+    let whole = |name: &'static str, at: *const i64| -> PyResult<Vec<usize>> {
+        if at.is_null() || dimensions == 0 {
+            return Ok(Vec::new());
+        }
+        // SAFETY: shape and strides have an entry for each dimension.
+        let entries = unsafe { slice::from_raw_parts(at, dimensions) };
+        let entries = entries.iter().map(|entry| usize::try_from(*entry)).collect::<Result<_, _>>();
+        entries.map_err(|_| PyValueError::new_err(format!("{name} runs backwards: give a copy of it")))
+    };
+    let Tensor { code, bits, lanes, .. } = *tensor;
+    let known = TYPES.iter().find(|(a, b, _)| (*a, *b, 1) == (code, bits, lanes)).map(|(_, _, element)| *element);
+    let element = known.or((code == FP8 && lanes == 1).then_some(Element::Fp8E4m3)).ok_or_else(|| {
+        let advice = "give float, int32, int64 or bytes";
+        PyTypeError::new_err(format!("{name} has elements of DLPack's type {code} of {bits} bits: {advice}"))
+    })?;
+    let place = match tensor.device_type {
+        CPU => Place::Cpu,
+        CUDA => Place::Cuda(usize::try_from(tensor.device_id).unwrap_or(0)),
+        other => {
+            return Err(PyValueError::new_err(format!(
+                "{name} is on a device of DLPack's type {other}: give an array on the CPU or a CUDA device"
+            )));
+        }
+    };
+    let shape = whole(name, tensor.shape)?;
+    let strides = if tensor.strides.is_null() {
+        None
+    } else {
+        let bytes = |stride: usize| stride.saturating_mul(element.bytes());
+        Some(whole(name, tensor.strides)?.into_iter().map(bytes).collect())
+    };
+    let pointer = (tensor.data as u64).wrapping_add(tensor.byte_offset);
+    let described = Described { pointer, shape, strides, element, place };
+    Ok((capsule, described))
+}
