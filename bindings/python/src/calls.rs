@@ -286,7 +286,6 @@ impl Output {
             ("row_count", row_count, vec![Some(1)], Element::I32),
             ("token_experts", token_experts, vec![Some(all), None], Element::I32),
             ("token_weights", token_weights, vec![Some(all), None], Element::Fp32),
-            ("payload", payload, vec![Some(all), None], Element::Fp32),
             ("source_ranges", source_ranges, vec![Some(experts), None], Element::I64),
             ("total_counts", total_counts, vec![Some(experts)], Element::I32),
             ("wait_times", wait_times, vec![None], Element::I64),
@@ -298,6 +297,16 @@ impl Output {
             let wanted = shape.iter().zip(array.shape()).map(|(wanted, found)| wanted.unwrap_or(*found));
             array.must_be_shaped(&wanted.collect::<Vec<_>>())?;
             others.push((name, array));
+        }
+        if let Some(payload) = payload {
+            let array = Array::whole("payload", payload, &[Element::Fp32], true)?;
+            // Of the rows' shape, or row after row.
+            let words = array.shape().last().copied().unwrap_or(0);
+            let of_rows = rows.shape().iter().take(dimensions - 1).copied().chain([words]);
+            if array.shape() != [all, words] {
+                array.must_be_shaped(&of_rows.collect::<Vec<_>>())?;
+            }
+            others.push(("payload", array));
         }
         Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
     }

@@ -168,6 +168,12 @@ impl Context {
         self.format.clone()
     }
 
+    /// In how many rounds each call goes.
+    #[getter]
+    fn rounds(&self) -> usize {
+        self.ep.rounds()
+    }
+
     /// Numbers of the experts of this rank, in the order of outputs.
     #[getter]
     fn local_experts(&self) -> Vec<u32> {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+import weakref
+from typing import Any, Callable, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 from . import _native
 from ._native import CombineSent, Format, Handle, Output, RankMask, Sent
@@ -28,6 +30,13 @@ class Dispatched(NamedTuple):
     """What combine needs."""
     payload: Optional[Any] = None
     """fp32 `[rows, words]`: the words of each row's token, if the call had a payload."""
+    also: Optional[Dict[str, Any]] = None
+    """Further outputs, by the names that were asked for."""
+
+
+CONTEXTS: MutableMapping[int, "AllToAll"] = weakref.WeakValueDictionary()
+"""The contexts of this process by their numbers, which operators of torch have as an argument."""
+_NUMBERS = itertools.count(1)
 
 
 class AllToAll:
@@ -89,6 +98,11 @@ class AllToAll:
         )
         self._top_k, self._timeout, self._ranks, self._duplicates = top_k, timeout, world.size, duplicates
         self._experts = self._context.local_experts
+        self._formats = (self._format, *room_for)
+        # What functions that torch compiles ask of formats, which they cannot look into.
+        self.facts = tuple((format.weights, format.scales is not None) for format in self._formats)
+        self._number = next(_NUMBERS)
+        CONTEXTS[self._number] = self
 
     @property
     def local_experts(self) -> List[int]:
@@ -100,6 +114,31 @@ class AllToAll:
         """The format of calls that do not state one."""
         return self._format
 
+    @property
+    def formats(self) -> Tuple[Format, ...]:
+        """The context's own format, then those that room was made for."""
+        return self._formats
+
+    @property
+    def number(self) -> int:
+        """A number of this context in the process."""
+        return self._number
+
+    @property
+    def top_k(self) -> int:
+        """Most choices of a token."""
+        return self._top_k
+
+    @property
+    def duplicates(self) -> bool:
+        """Whether a token may name an expert several times."""
+        return self._duplicates
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds each call goes."""
+        return self._context.rounds
+
     def capacity(self, layout: str = "contiguous", align: int = 1, format: Optional[Format] = None) -> int:
         """As many rows as any routing can need in a layout; in the masked layout of each expert."""
         tokens, experts = self._ranks * (format or self._format).max_tokens, len(self._experts)
@@ -108,6 +147,13 @@ class AllToAll:
         if layout == "token":
             return tokens
         return tokens * (self._top_k if self._duplicates else min(self._top_k, experts)) + experts * (align - 1)
+
+    @staticmethod
+    def rows_of_counts(experts: List[int], sources: List[int], *, layout: str = "contiguous", align: int = 1) -> int:
+        """The capacity that an output needs for these counts."""
+        if layout == "contiguous":
+            return sum(-(-rows // align) * align for rows in experts)
+        return max(experts, default=0) if layout == "masked" else sum(sources)
 
     def output(
         self,
@@ -118,12 +164,16 @@ class AllToAll:
         capacity: Optional[int] = None,
         payload_words: int = 0,
         format: Optional[Format] = None,
+        also: Iterable[str] = (),
     ) -> Tuple[Output, Dispatched]:
         """An `Output` with arrays of its own, and these as `Dispatched` without a handle.
 
         `like`: an array of the kind and device that outputs have. `capacity`: rows of the output, in the masked layout
         of each expert; by default as many as any routing can need. `payload_words`: of each token in the call.
-        `format`: of the call, if it is not the context's.
+        `format`: of the call, if it is not the context's. `also`: further outputs, of "row_expert" (int32 `[rows]`: the
+        local expert, -1 for a row that is none), "source" (int32 `[rows, 2]`: rank and token), "row_count" (int32
+        `[1]`: rows used) and "source_ranges" (int64 `[local experts, ranks]`: where the rows of a rank begin among the
+        expert's, times 2^32, plus how many they are).
         """
         format = format or self._format
         experts = len(self._experts)
@@ -143,10 +193,14 @@ class AllToAll:
         if layout == "token":
             more["token_experts"] = make((capacity, self._top_k), "i32")
             more["token_weights"] = make((capacity, self._top_k), "fp32")
-        output = Output(layout, rows, counts, align=align, **more)
+        all_rows = experts * capacity if layout == "masked" else capacity
+        sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
+        sizes["source_ranges"] = ((experts, self._ranks), "i64")
+        further = {name: make(*sizes[name]) for name in also}
+        output = Output(layout, rows, counts, align=align, **more, **further)
         got = Dispatched(
             rows, more.get("scales"), counts, more.get("offsets"), more.get("token_experts"), more.get("token_weights"),
-            None, more.get("payload"),
+            None, more.get("payload"), further,
         )
         return output, got
 
@@ -165,24 +219,26 @@ class AllToAll:
         align: int = 1,
         capacity: Optional[int] = None,
         exact: bool = False,
+        also: Iterable[str] = (),
     ) -> Dispatched:
         """Sends `x` `[tokens, hidden]` to the experts `topk_idx` `[tokens, top_k]` (int32 or int64, -1 for none).
 
         `topk_weights`: fp32 `[tokens, top_k]`, where weights come with dispatch. `count`: int32 `[1]` on the device, of
         how many tokens there are. `payload`: fp32 `[tokens, words]`, which comes beside each row. `format`: of this call,
-        one for which the context has room. `layout`, `align` and `capacity` are those of `output`. With a bool array
-        `[tokens, ranks]` in place of `topk_idx` tokens name ranks, and have a row at each one's first expert. An error
-        of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the
-        other ranks do.
+        one for which the context has room. `layout`, `align`, `capacity` and `also` are those of `output`. With a bool
+        array `[tokens, ranks]` in place of `topk_idx` tokens name ranks, and have a row at each one's first expert. An
+        error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as
+        the other ranks do.
 
         `exact`: the host waits for the counts, and outputs have exactly as many rows as come (and the masked layout as
         many as the fullest expert has). Not while a graph is captured.
         """
         if exact:
-            return self._dispatch_exact(x, topk_idx, topk_weights, scales, count, payload, format, stream, layout, align)
+            given = dict(scales=scales, count=count, payload=payload, format=format)
+            return self._dispatch_exact(x, topk_idx, topk_weights, given, stream, layout, align, also)
         words = _words(payload)
         output, got = self.output(
-            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format
+            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
         )
         try:
             handle = self.dispatch_into(
@@ -201,33 +257,24 @@ class AllToAll:
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
-        scales: Any,
-        count: Any,
-        payload: Any,
-        format: Optional[Format],
+        given: Dict[str, Any],
         stream: Any,
         layout: str,
         align: int,
+        also: Iterable[str],
     ) -> Dispatched:
         failure: Optional[_native.Error] = None
         try:
-            sent = self.dispatch_send(
-                x, topk_idx, topk_weights, scales=scales, count=count, payload=payload, format=format, counts=True,
-                stream=stream,
-            )
+            sent = self.dispatch_send(x, topk_idx, topk_weights, counts=True, stream=stream, **given)
         except _native.Error as error:
             if not hasattr(error, "sent"):
                 raise
             # Unusable routing: the dispatch goes on without this rank's tokens.
             failure, sent = error, error.sent
-        experts, sources = self.counts(sent)
-        if layout == "contiguous":
-            capacity = sum(-(-rows // align) * align for rows in experts)
-        else:
-            capacity = max(experts, default=0) if layout == "masked" else sum(sources)
-        words = _words(payload)
+        capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
+        words, format = _words(given["payload"]), given["format"]
         output, got = self.output(
-            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format
+            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
         )
         got = got._replace(handle=self.dispatch_recv(sent, output, stream=stream))
         if failure is not None:
@@ -397,12 +444,12 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
         if like.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x is on {like.device.type}: give a tensor on cpu or cuda")
         types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
-        types["fp8"] = torch.float8_e4m3fn
+        types.update(fp8=torch.float8_e4m3fn, i64=torch.int64)
         return lambda shape, dtype: torch.empty(shape, dtype=types[dtype], device=like.device)
     library = sys.modules.get(type(like).__module__.partition(".")[0])
     if library is None or not hasattr(library, "empty"):
         raise TypeError(f"x is a {type(like).__name__}: give an array of torch, numpy or cupy, or an output")
-    names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "fp8": "uint8"}
+    names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "i64": "int64", "fp8": "uint8"}
     return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
 
 

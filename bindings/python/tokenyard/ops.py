@@ -1,0 +1,650 @@
+"""Dispatch and combine as operators of PyTorch: for torch.compile, CUDA graphs and autograd. Imports torch.
+
+    got = ops.dispatch(ep, x, topk_idx, topk_weights)
+    y = ops.combine(experts(got.rows, got.counts), got)
+
+`ep` is a `tokenyard.AllToAll`. The operators `torch.ops.tokenyard.*` have its number as an argument, so a compiled
+function is of one context. A handle is a tensor: int64 `[1]`, on the device of the rows, which stands for a
+`tokenyard.Handle` as long as its storage lives. On a GPU it is known by its address, so a copy of it is no handle.
+
+Gradients are of rows, and of the router's weights: of `token_weights` in the token layout, else of `row_weights`, which
+contexts with `weights="none"` give (`dispatch_payload_words` at least `2 * top_k`, `payload_words` at least `top_k`).
+The backward of a dispatch is a combine, and that of a combine a dispatch by the same handle without routing. Both are
+collective, so every rank runs backward, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ._calls import CONTEXTS, AllToAll
+from ._native import Format, Output
+
+__all__ = [
+    "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
+    "dispatch_into", "dispatch_recv", "dispatch_send",
+]
+
+_TYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+EXACT = -1
+"""Capacity of an output that has as many rows as come."""
+MOST = -2
+"""Capacity of an output that has room for any routing."""
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch brought to this rank, as in `tokenyard.Dispatched`."""
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    handle: torch.Tensor
+    tokens: int
+    """Tokens that this rank dispatched, or has room for."""
+    scales: Optional[torch.Tensor] = None
+    offsets: Optional[torch.Tensor] = None
+    token_experts: Optional[torch.Tensor] = None
+    token_weights: Optional[torch.Tensor] = None
+    row_weights: Optional[torch.Tensor] = None
+    """fp32, of the rows' shape: the weight of the choice that each row is, 0 of a row that is none."""
+
+
+# Operators
+
+
+class _Kept:
+    """What a tensor stands for: a handle, or a half that is to be received."""
+
+    def __init__(self, ep: AllToAll, value: Any, layout: str, storage: Any) -> None:
+        self.ep, self.value, self.layout, self.storage = ep, value, layout, storage
+
+
+_KEPT: Dict[int, _Kept] = {}
+"""By the number in a tensor on the CPU, and by the address of one on a GPU, which memory of both sorts never shares."""
+_LAST = [0]
+
+
+def _keep(x: torch.Tensor, ep: AllToAll, value: Any, layout: str) -> torch.Tensor:
+    """The tensor that stands for a value."""
+    if x.is_cuda:
+        tensor = torch.empty(1, dtype=torch.int64, device=x.device)
+        key = tensor.data_ptr()
+    else:
+        # Odd, and so no address of an int64.
+        _LAST[0] += 2
+        key = -_LAST[0] + 1
+        tensor = torch.tensor([key])
+
+    def gone(storage: Any) -> None:
+        kept = _KEPT.get(key)
+        # Memory may have come to another tensor since.
+        if kept is not None and kept.storage is storage:
+            del _KEPT[key]
+
+    _KEPT[key] = _Kept(ep, value, layout, weakref.ref(tensor.untyped_storage(), gone))
+    return tensor
+
+
+def _kept(name: str, tensor: torch.Tensor) -> _Kept:
+    """What a tensor stands for."""
+    if tensor.dtype != torch.int64 or tensor.shape != (1,):
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give the int64 [1] of a dispatch or a half")
+    kept = _KEPT.get(tensor.data_ptr() if tensor.is_cuda else int(tensor))
+    if kept is None:
+        raise ValueError(f"{name} stands for nothing that is alive: give the tensor itself, and while it is alive")
+    return kept
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return _NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def _context(number: int) -> AllToAll:
+    ep = CONTEXTS.get(number)
+    if ep is None:
+        raise ValueError(f"context {number} is closed: keep it as long as functions that were compiled with it")
+    return ep
+
+
+def _names(format: Format, layout: str, row_weights: bool) -> List[str]:
+    """What a dispatch returns, in this order."""
+    names = ["handle", "rows", "counts"]
+    names += ["scales"] * (format.scales is not None) + ["offsets"] * (layout == "contiguous")
+    names += ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
+    return names
+
+
+def _made(
+    x: torch.Tensor, ep: AllToAll, format: Format, layout: str, align: int, capacity: Any, row_weights: bool, zero: bool
+) -> Dict[str, torch.Tensor]:
+    """Outputs of a dispatch, and what row weights are computed from. `capacity` may be symbolic."""
+    experts = len(ep.local_experts)
+    shape = (experts, capacity) if layout == "masked" else (capacity,)
+    make = torch.zeros if zero else torch.empty
+    made = {"rows": make((*shape, format.hidden), dtype=_TYPES[format.dtype], device=x.device)}
+
+    def add(name: str, shape: Tuple[Any, ...], dtype: torch.dtype = torch.int32) -> None:
+        made[name] = torch.empty(shape, dtype=dtype, device=x.device)
+
+    add("counts", (experts,))
+    if format.scales is not None:
+        columns, dtype = (128, torch.float32) if format.scales == "fp32" else (512, torch.int32)
+        add("scales", (*shape, -(-format.hidden // columns)), dtype)
+    if layout == "contiguous":
+        add("offsets", (experts + 1,))
+    if layout == "token":
+        add("token_experts", (capacity, ep.top_k))
+        add("token_weights", (capacity, ep.top_k), torch.float32)
+    if row_weights:
+        add("row_weights", shape, torch.float32)
+    return made
+
+
+def _output(
+    ep: AllToAll, format: Format, layout: str, align: int, made: Dict[str, torch.Tensor], row_weights: bool
+) -> Any:
+    """The output with these tensors. For row weights also with what they are computed from, which goes into `made`."""
+    given: Dict[str, Any] = {name: made[name] for name in ("scales", "offsets", "token_experts", "token_weights") if name in made}
+    if row_weights:
+        rows = made["row_weights"].numel()
+        more = {"row_expert": (rows,), "source": (rows, 2)} if ep.duplicates else {"row_expert": (rows,)}
+        for name, shape in more.items():
+            given[name] = made[name] = made["counts"].new_empty(shape)
+        words = (*made["row_weights"].shape, 2 * ep.top_k)
+        given["payload"] = made["payload"] = made["row_weights"].new_empty(words)
+    return Output(layout, made["rows"], made["counts"], align=align, **given)
+
+
+def _choices(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
+    """The payload from which row weights are computed: each token's experts, as bits, and their weights."""
+    if topk_weights is None:
+        raise ValueError("topk_weights is missing: give the weights that rows are to have")
+    return torch.cat((topk_idx.to(torch.int32).view(torch.float32), topk_weights), 1)
+
+
+def _weigh(ep: AllToAll, made: Dict[str, torch.Tensor]) -> None:
+    """Computes row weights: those of the choice that names the row's expert."""
+    local, words = made["row_expert"], made["payload"].flatten(0, -2)
+    experts = torch.tensor(ep.local_experts, dtype=torch.int32).to(local.device, non_blocking=True)
+    named, weights = words[:, : ep.top_k].view(torch.int32), words[:, ep.top_k :]
+    of_row = experts[local.clamp(min=0).long()] if experts.numel() else local
+    match = (named == of_row[:, None]) & (local >= 0)[:, None]
+    if ep.duplicates:
+        # Rows of one token at one expert are neighbours, in the order of its choices.
+        key = torch.cat((made["source"], local[:, None]), 1)
+        again = torch.zeros_like(local, dtype=torch.bool)
+        again[1:] = (key[1:] == key[:-1]).all(1)
+        place = torch.arange(local.numel(), device=local.device)
+        nth = place - torch.where(again, 0, place).cummax(0).values if place.numel() else place
+        match &= match.cumsum(1) == nth[:, None] + 1
+    made["row_weights"].copy_(torch.where(match, weights, 0).sum(1).view_as(made["row_weights"]))
+
+
+def _dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    scales: Optional[torch.Tensor],
+    context: int,
+    format: int,
+    layout: str,
+    align: int,
+    capacity: int,
+    row_weights: bool,
+    zero: bool,
+) -> List[torch.Tensor]:
+    ep = _context(context)
+    stated = ep.formats[format]
+    payload = _choices(topk_idx, topk_weights) if row_weights else None
+    weights = topk_weights if stated.weights == "dispatch" else None
+    if capacity == EXACT:
+        sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
+        capacity = ep.rows_of_counts(*ep.counts(sent), layout=layout, align=align)
+        made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
+        handle = ep.dispatch_recv(sent, _output(ep, stated, layout, align, made, row_weights))
+    else:
+        capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
+        made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
+        output = _output(ep, stated, layout, align, made, row_weights)
+        handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
+    if row_weights:
+        _weigh(ep, made)
+    made["handle"] = _keep(x, ep, handle, layout)
+    return [made[name] for name in _names(stated, layout, row_weights)]
+
+
+def _dispatch_fake(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    scales: Optional[torch.Tensor],
+    context: int,
+    format: int,
+    layout: str,
+    align: int,
+    capacity: Any,
+    row_weights: bool,
+    zero: bool,
+) -> List[torch.Tensor]:
+    ep = _context(context)
+    if isinstance(capacity, int) and capacity == EXACT:
+        capacity = torch.library.get_ctx().new_dynamic_size()
+    elif isinstance(capacity, int) and capacity == MOST:
+        capacity = ep.capacity(layout, align, ep.formats[format])
+    made = _made(x, ep, ep.formats[format], layout, align, capacity, row_weights, False)
+    made["handle"] = x.new_empty((1,), dtype=torch.int64)
+    return [made[name] for name in _names(ep.formats[format], layout, row_weights)]
+
+
+def _dispatch_into(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    scales: Optional[torch.Tensor],
+    context: int,
+    format: int,
+    layout: str,
+    align: int,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    row_scales: Optional[torch.Tensor],
+    offsets: Optional[torch.Tensor],
+    token_experts: Optional[torch.Tensor],
+    token_weights: Optional[torch.Tensor],
+) -> torch.Tensor:
+    ep = _context(context)
+    stated = ep.formats[format]
+    given = {"rows": rows, "counts": counts, "scales": row_scales, "offsets": offsets}
+    given |= {"token_experts": token_experts, "token_weights": token_weights}
+    made = {name: tensor for name, tensor in given.items() if tensor is not None}
+    output = _output(ep, stated, layout, align, made, False)
+    weights = topk_weights if stated.weights == "dispatch" else None
+    handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, format=stated)
+    return _keep(x, ep, handle, layout)
+
+
+def _stands(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Fake of an operator that returns a handle or a half."""
+    return x.new_empty((1,), dtype=torch.int64)
+
+
+def _dispatch_send(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    scales: Optional[torch.Tensor],
+    context: int,
+    format: int,
+) -> torch.Tensor:
+    ep = _one_round(_context(context))
+    stated = ep.formats[format]
+    weights = topk_weights if stated.weights == "dispatch" else None
+    return _keep(x, ep, ep.dispatch_send(x, topk_idx, weights, scales=scales, format=stated), "")
+
+
+def _one_round(ep: AllToAll) -> AllToAll:
+    """Refuses calls whose second half reads what the first one was given: compiled code may have used that memory."""
+    if ep.rounds > 1:
+        raise ValueError(f"calls of this context go in {ep.rounds} rounds: use whole calls, or give round_tokens")
+    return ep
+
+
+def _dispatch_recv(
+    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: int, zero: bool
+) -> List[torch.Tensor]:
+    kept, stated = _kept("sent", sent), _context(context).formats[format]
+    capacity = kept.ep.capacity(layout, align, stated) if capacity == MOST else capacity
+    made = _made(sent, kept.ep, stated, layout, align, capacity, False, zero)
+    handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, stated, layout, align, made, False))
+    made["handle"] = _keep(sent, kept.ep, handle, layout)
+    return [made[name] for name in _names(stated, layout, False)]
+
+
+def _dispatch_recv_fake(
+    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: Any, zero: bool
+) -> List[torch.Tensor]:
+    ep = _context(context)
+    if isinstance(capacity, int) and capacity == MOST:
+        capacity = ep.capacity(layout, align, ep.formats[format])
+    made = _made(sent, ep, ep.formats[format], layout, align, capacity, False, False)
+    made["handle"] = sent.new_empty((1,))
+    return [made[name] for name in _names(ep.formats[format], layout, False)]
+
+
+def _unweighted(kept: _Kept) -> _Kept:
+    """Refuses handles whose combines have weights that a gradient would need once more."""
+    if kept.value.format.weights == "none" or (kept.layout == "token" and kept.value.format.weights == "dispatch"):
+        return kept
+    advice = "use a format with weights='none', where rows have row_weights, or the token layout"
+    raise RuntimeError(f"combine has weights from {kept.value.format.weights}, so there is no gradient: {advice}")
+
+
+def _dispatch_again(x: torch.Tensor, handle: torch.Tensor, shape: Sequence[int], gradient: bool) -> torch.Tensor:
+    kept = _kept("handle", handle)
+    first = (_unweighted(kept) if gradient else kept).value.format
+    more = {"combine_dtype": first.combine_dtype, "weights": first.weights}
+    # Rows that no token has are 0.
+    rows = torch.zeros(shape, dtype=x.dtype, device=x.device)
+    kept.ep.dispatch_again(
+        kept.value, x, rows, format=Format(first.hidden, first.max_tokens, dtype=_name(x), **more)
+    )
+    return rows
+
+
+def _combine(
+    rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor], tokens: int, gradient: bool
+) -> torch.Tensor:
+    kept = _kept("handle", handle)
+    value = (_unweighted(kept) if gradient else kept).value
+    out: torch.Tensor = kept.ep.combine(rows, value, tokens=tokens, topk_weights=topk_weights, dtype=_name(rows))
+    return out
+
+
+def _combine_words(
+    rows: torch.Tensor, handle: torch.Tensor, words: torch.Tensor, tokens: int, choices: int, gradient: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    kept = _kept("handle", handle)
+    value = (_unweighted(kept) if gradient else kept).value
+    shape = (tokens, choices) if choices else (tokens,)
+    got = words.new_empty((*shape, words.shape[-1]))
+    out: torch.Tensor = kept.ep.combine(
+        rows, value, tokens=tokens, payload=words, payload_out=got, dtype=_name(rows)
+    )
+    return out, got
+
+
+def _combine_words_fake(
+    rows: torch.Tensor, handle: torch.Tensor, words: torch.Tensor, tokens: Any, choices: int, gradient: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    shape = (tokens, choices) if choices else (tokens,)
+    return rows.new_empty((tokens, rows.shape[-1])), words.new_empty((*shape, words.shape[-1]))
+
+
+def _combine_into(
+    rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor], out: torch.Tensor, accumulate: bool
+) -> None:
+    kept = _kept("handle", handle)
+    kept.ep.combine(rows, kept.value, out, topk_weights=topk_weights, accumulate=accumulate, dtype=_name(rows))
+
+
+def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
+    kept = _kept("handle", handle)
+    sent = _one_round(kept.ep).combine_send(rows, kept.value, topk_weights=topk_weights, dtype=_name(rows))
+    return _keep(rows, kept.ep, sent, kept.layout)
+
+
+def _combine_recv(sent: torch.Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    kept = _kept("sent", sent)
+    out = torch.empty((tokens, hidden), dtype=dtype, device=sent.device)
+    kept.ep.combine_recv(kept.value, out)
+    return out
+
+
+# Typed by hand, as torch's is not.
+_LIBRARY: Any = torch.library.Library("tokenyard", "DEF")  # type: ignore[no-untyped-call]
+_TOKENS = "Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? scales, int context, int format"
+_PLACE = "str layout, int align"
+_ROWS = "Tensor rows, Tensor handle"
+_FILLED = "Tensor(a!) rows, Tensor(b!) counts, Tensor(c!)? row_scales, Tensor(d!)? offsets, "
+_FILLED += "Tensor(e!)? token_experts, Tensor(f!)? token_weights"
+
+# Each operator's arguments and results, what it does, and its fake.
+_OPERATORS: Dict[str, Tuple[str, Any, Any]] = {
+    "dispatch": (
+        f"({_TOKENS}, {_PLACE}, SymInt capacity, bool row_weights, bool zero) -> Tensor[]", _dispatch, _dispatch_fake
+    ),
+    "dispatch_into": (f"({_TOKENS}, {_PLACE}, {_FILLED}) -> Tensor", _dispatch_into, _stands),
+    "dispatch_send": (f"({_TOKENS}) -> Tensor", _dispatch_send, _stands),
+    "dispatch_recv": (
+        f"(Tensor sent, int context, int format, {_PLACE}, SymInt capacity, bool zero) -> Tensor[]",
+        _dispatch_recv, _dispatch_recv_fake,
+    ),
+    "dispatch_again": (
+        "(Tensor x, Tensor handle, SymInt[] shape, bool gradient) -> Tensor",
+        _dispatch_again, lambda x, handle, shape, gradient: x.new_empty(shape),
+    ),
+    "combine": (
+        f"({_ROWS}, Tensor? topk_weights, SymInt tokens, bool gradient) -> Tensor",
+        _combine, lambda rows, handle, topk_weights, tokens, gradient: rows.new_empty((tokens, rows.shape[-1])),
+    ),
+    "combine_words": (
+        f"({_ROWS}, Tensor words, SymInt tokens, int choices, bool gradient) -> (Tensor, Tensor)",
+        _combine_words, _combine_words_fake,
+    ),
+    "combine_into": (
+        f"({_ROWS}, Tensor? topk_weights, Tensor(a!) out, bool accumulate) -> ()",
+        _combine_into, lambda rows, handle, topk_weights, out, accumulate: None,
+    ),
+    "combine_send": (f"({_ROWS}, Tensor? topk_weights) -> Tensor", _combine_send, _stands),
+    "combine_recv": (
+        "(Tensor sent, SymInt tokens, int hidden, ScalarType dtype) -> Tensor",
+        _combine_recv, lambda sent, tokens, hidden, dtype: sent.new_empty((tokens, hidden), dtype=dtype),
+    ),
+}
+
+for _operator, (_schema, _work, _fake) in _OPERATORS.items():
+    _LIBRARY.define(_operator + _schema)
+    _LIBRARY.impl(_operator, _work, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tokenyard::{_operator}", _fake, lib=_LIBRARY)
+_OPS = torch.ops.tokenyard
+
+
+# Gradients
+
+
+def _dispatch_setup(ctx: Any, inputs: Tuple[Any, ...], output: List[torch.Tensor]) -> None:
+    x, topk_idx, _weights, _scales, context, format, layout, _align, _capacity, row_weights, _zero = inputs
+    ctx.save_for_backward(output[0])
+    ctx.names = _names(_context(context).formats[format], layout, row_weights)
+    ctx.rows, ctx.dtype, ctx.tokens, ctx.top_k = output[1].shape, output[1].dtype, x.shape[0], topk_idx.shape[1]
+    ctx.inputs, ctx.x, ctx.choices = len(inputs), x.dtype, 0 if layout == "token" else _context(context).top_k
+
+
+def _dispatch_backward(ctx: Any, grads: List[Optional[torch.Tensor]]) -> Tuple[Any, ...]:
+    (handle,) = ctx.saved_tensors
+    if ctx.dtype != ctx.x:
+        raise RuntimeError(f"dispatch makes {ctx.dtype} of {ctx.x}, so there is no gradient: dispatch {ctx.x} rows")
+    of = dict(zip(ctx.names, grads))
+    rows, weights = of["rows"], of.get("row_weights" if ctx.choices else "token_weights")
+    if rows is None:
+        rows = torch.zeros(ctx.rows, dtype=ctx.dtype, device=handle.device)
+    if weights is None:
+        grad = _OPS.combine(rows.contiguous(), handle, None, ctx.tokens, True)
+    else:
+        weights = weights.contiguous()
+        words = weights.unsqueeze(-1) if ctx.choices else weights
+        grad, weights = _OPS.combine_words(rows.contiguous(), handle, words, ctx.tokens, ctx.choices, True)
+        weights = weights.squeeze(-1)[:, : ctx.top_k] if ctx.choices else weights[:, : ctx.top_k]
+    return (grad, None, weights, *[None] * (ctx.inputs - 3))
+
+
+def _combine_setup(ctx: Any, inputs: Tuple[Any, ...], output: torch.Tensor) -> None:
+    rows, handle = inputs[:2]
+    ctx.save_for_backward(handle)
+    ctx.rows, ctx.inputs = rows.shape, len(inputs)
+
+
+def _combine_backward(ctx: Any, grad: torch.Tensor) -> Tuple[Any, ...]:
+    (handle,) = ctx.saved_tensors
+    return (_OPS.dispatch_again(grad.contiguous(), handle, ctx.rows, True), *[None] * (ctx.inputs - 1))
+
+
+def _again_setup(ctx: Any, inputs: Tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.tokens = inputs[0].shape[0]
+
+
+def _again_backward(ctx: Any, grad: torch.Tensor) -> Tuple[Any, ...]:
+    (handle,) = ctx.saved_tensors
+    return _OPS.combine(grad.contiguous(), handle, None, ctx.tokens, True), None, None, None
+
+
+def _words_backward(ctx: Any, *grads: Any) -> Tuple[Any, ...]:
+    raise RuntimeError("a combine with a payload has no gradient: use dispatch and combine")
+
+
+_DIFFERENTIABLE: Dict[str, Tuple[Any, Any]] = {
+    "dispatch": (_dispatch_setup, _dispatch_backward),
+    "dispatch_again": (_again_setup, _again_backward),
+    "combine": (_combine_setup, _combine_backward),
+    "combine_words": (None, _words_backward),
+}
+for _operator, (_setup, _backward) in _DIFFERENTIABLE.items():
+    torch.library.register_autograd(f"tokenyard::{_operator}", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+# Calls
+
+
+def _no_gradient(what: str, *tensors: Optional[torch.Tensor]) -> None:
+    """Refuses tensors whose gradient would be lost."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(f"{what} has no gradient: use dispatch and combine, or call it under torch.no_grad()")
+
+
+def dispatch(
+    ep: AllToAll,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor] = None,
+    *,
+    scales: Optional[torch.Tensor] = None,
+    format: int = 0,
+    layout: str = "contiguous",
+    align: int = 1,
+    capacity: Optional[int] = None,
+    exact: bool = False,
+) -> Dispatched:
+    """As `AllToAll.dispatch`. `format`: a number of `ep.formats`. Where its weights are "none" and weights are given,
+    rows have `row_weights`, which `combine` applies. Rows that no token has are 0 where gradients may be asked for."""
+    weights, has_scales = ep.facts[format]
+    row_weights = weights == "none" and topk_weights is not None
+    zero = torch.is_grad_enabled() and (
+        x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
+    )
+    room = EXACT if exact else MOST if capacity is None else capacity
+    got = _OPS.dispatch(
+        x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero
+    )
+    return _named(got, x.shape[0], has_scales, layout, row_weights)
+
+
+def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:
+    handle, rows, counts = got[:3]
+    rest = got[3:]
+    more: Dict[str, torch.Tensor] = {}
+    names = ["scales"] * scales + ["offsets"] * (layout == "contiguous")
+    names += ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
+    for name, tensor in zip(names, rest):
+        more[name] = tensor
+    return Dispatched(rows, counts, handle, tokens, **more)
+
+
+def dispatch_into(
+    ep: AllToAll,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor] = None,
+    *,
+    scales: Optional[torch.Tensor] = None,
+    format: int = 0,
+    layout: str = "contiguous",
+    align: int = 1,
+    row_scales: Optional[torch.Tensor] = None,
+    offsets: Optional[torch.Tensor] = None,
+    token_experts: Optional[torch.Tensor] = None,
+    token_weights: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient."""
+    _no_gradient("dispatch_into", x, topk_weights)
+    handle: torch.Tensor = _OPS.dispatch_into(
+        x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
+        token_experts, token_weights,
+    )
+    return handle
+
+
+def dispatch_send(
+    ep: AllToAll,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor] = None,
+    *,
+    scales: Optional[torch.Tensor] = None,
+    format: int = 0,
+) -> torch.Tensor:
+    """The sending half; `dispatch_recv` takes what it returns, once. Has no gradient. For contexts of one round."""
+    _no_gradient("dispatch_send", x, topk_weights)
+    sent: torch.Tensor = _OPS.dispatch_send(x, topk_idx, topk_weights, scales, ep.number, format)
+    return sent
+
+
+def dispatch_recv(
+    ep: AllToAll,
+    sent: torch.Tensor,
+    tokens: int,
+    *,
+    format: int = 0,
+    layout: str = "contiguous",
+    align: int = 1,
+    capacity: Optional[int] = None,
+) -> Dispatched:
+    """The receiving half of a dispatch of so many tokens, in the same format."""
+    room = MOST if capacity is None else capacity
+    got = _OPS.dispatch_recv(sent, ep.number, format, layout, align, room, False)
+    return _named(got, tokens, ep.facts[format][1], layout, False)
+
+
+def dispatch_again(x: torch.Tensor, got: Dispatched) -> torch.Tensor:
+    """Sends new rows of the tokens of an earlier dispatch to the places that its rows have; others are 0."""
+    rows: torch.Tensor = _OPS.dispatch_again(x, got.handle, got.rows.shape, False)
+    return rows
+
+
+def combine(
+    rows: torch.Tensor, got: Dispatched, *, topk_weights: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """Returns the experts' outputs of a dispatch as sums `[tokens, hidden]` of the rows' dtype, with the weights that the
+    dispatch brought, or `topk_weights` where its format has weights with "combine"."""
+    if got.row_weights is not None:
+        rows = (rows * got.row_weights.unsqueeze(-1)).to(rows.dtype)
+    if topk_weights is not None:
+        _no_gradient("combine with topk_weights", rows, topk_weights)
+    out: torch.Tensor = _OPS.combine(rows, got.handle, topk_weights, got.tokens, False)
+    return out
+
+
+def combine_into(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    got: Dispatched,
+    *,
+    topk_weights: Optional[torch.Tensor] = None,
+    accumulate: bool = False,
+) -> None:
+    """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
+    _no_gradient("combine_into", rows, topk_weights, out)
+    _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)
+
+
+def combine_send(
+    rows: torch.Tensor, got: Dispatched, *, topk_weights: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """The sending half; `combine_recv` takes what it returns, once. Has no gradient, and no row weights."""
+    _no_gradient("combine_send", rows, topk_weights)
+    sent: torch.Tensor = _OPS.combine_send(rows, got.handle, topk_weights)
+    return sent
+
+
+def combine_recv(sent: torch.Tensor, rows: torch.Tensor, got: Dispatched) -> torch.Tensor:
+    """The receiving half, of the rows sent."""
+    out: torch.Tensor = _OPS.combine_recv(sent, got.tokens, rows.shape[-1], rows.dtype)
+    return out
