@@ -9,6 +9,8 @@ Arrays are torch tensors, or have `__array_interface__` (numpy) or `__cuda_array
 only if tensors come. Rows in numpy are uint16 for bf16 and uint8 for fp8, which numpy lacks.
 """
 
+import sys as _sys
+
 from ._calls import AllToAll, Dispatched
 from ._native import (
     ArgumentError,
@@ -35,8 +37,23 @@ from ._native import (
 )
 from ._worlds import World
 
+
+
+def install_as(name: str) -> None:
+    """Makes `import deep_ep` get `tokenyard.deep_ep` in this process; `name`: "deep_ep". Before others import it."""
+    if name != "deep_ep":
+        raise ValueError(f"name is {name!r}: give 'deep_ep'")
+    from . import deep_ep
+    from .deep_ep import utils
+
+    there = _sys.modules.get(name)
+    if there is not None and there is not deep_ep:
+        raise RuntimeError(f"{name} is imported already, from {there.__file__}: call this earlier")
+    _sys.modules[name], _sys.modules[f"{name}.utils"] = deep_ep, utils
+
+
 __all__ = [
     "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "CombineSent", "ConfigError", "DeviceError",
     "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
-    "PeerLostError", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__",
+    "PeerLostError", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__", "install_as",
 ]

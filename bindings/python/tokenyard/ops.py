@@ -386,8 +386,9 @@ def _combine_recv(sent: torch.Tensor, tokens: int, hidden: int, dtype: torch.dty
     return out
 
 
-# Typed by hand, as torch's is not.
-_LIBRARY: Any = torch.library.Library("tokenyard", "DEF")  # type: ignore[no-untyped-call]
+# Some versions of torch have no types there.
+_library: Any = torch.library
+_LIBRARY = _library.Library("tokenyard", "DEF")
 _TOKENS = "Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? scales, int context, int format"
 _PLACE = "str layout, int align"
 _ROWS = "Tensor rows, Tensor handle"

@@ -1,0 +1,19 @@
+"""DeepEP's interface (version 1, `deep_ep.Buffer`) over tokenyard: engines that import `deep_ep` run unchanged, on GPUs
+and on CPU tensors.
+
+    import tokenyard
+    tokenyard.install_as("deep_ep")      # before the engine imports deep_ep
+
+docs/deep_ep.md has every argument, and what differs.
+"""
+
+import torch
+
+from ._buffer import Buffer
+from ._config import Config
+from .utils import EventHandle, EventOverlap
+
+topk_idx_t = torch.int64
+"""The type of experts' numbers that DeepEP asks for; int32 is taken as well."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

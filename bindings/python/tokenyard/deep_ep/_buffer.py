@@ -1,0 +1,655 @@
+"""`deep_ep.Buffer`: DeepEP's calls by tokenyard's."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+
+from .._calls import AllToAll
+from .._native import Format, Output, World
+from .._worlds import world_of_group
+from . import _config
+from ._config import Config
+from ._contexts import Kept, LowLatency, Normal, Wanted, more_tokens_than_room
+from .utils import EventHandle, EventOverlap
+
+Event = Optional[Union[EventOverlap, EventHandle]]
+Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+Hook = Optional[Callable[[], None]]
+
+_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8",
+}
+
+
+class NormalHandle(Tuple[Any, ...]):
+    """The handle of a normal dispatch: six members, as DeepEP's within a node.
+
+    [0] rank_prefix_matrix int32 `[ranks, ranks]`, of which this rank's column is known: how many rows come from the
+    sources up to each one; -1 elsewhere. [3] int32 `[rows]`: the token of each row at its source. [4] is_token_in_rank.
+    The others are None: what DeepEP's kernels keep there is kept elsewhere."""
+
+    kept: Kept
+    prefixes: Callable[[], torch.Tensor]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.prefixes() if place == 0 else super().__getitem__(place)
+
+
+class LowLatencyHandle(Tuple[Any, ...]):
+    """The handle of a low-latency dispatch: int32 `[local experts, rows]`, the token of each row at its source; int64
+    `[local experts, ranks]`, where the rows of each rank begin, times 2^32, plus how many they are; then
+    num_max_dispatch_tokens_per_rank, hidden and num_experts."""
+
+    kept: Kept
+
+
+class Buffer:
+    """DeepEP's communication buffer. The byte sizes and queue pairs are kept to be read; memory is taken by what calls
+    need. `group`: of torch.distributed, with any backend, or a `tokenyard.World`; `comm`: an MPI communicator instead.
+    Collective, as all calls but those that say so; ranks are those of one host.
+
+    Tensors are on a GPU or on the CPU. Calls of a kind that is new, or has more tokens, experts or choices than before,
+    make a context first, which a capture cannot do."""
+
+    num_sms: int = 20
+    timeout_seconds: float = 100.0
+    """After how long a call gives up waiting for another rank."""
+    _sms: Optional[int] = None
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: Optional[bool] = None,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:
+        if group is None and comm is None:
+            raise ValueError("group and comm are both missing: give one of them")
+        self.group = group if group is not None else comm
+        self._world: Optional[World] = _world(group, comm)
+        self.rank, self.group_size = self._world.rank, self._world.size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
+            low_latency_mode, explicitly_destroy, enable_shrink,
+        )
+        self._normal = Normal(self._world, self.timeout_seconds)
+        self._low_latency = LowLatency(self._world, self.timeout_seconds, enable_shrink)
+        self._streams: Dict[torch.device, torch.cuda.Stream] = {}
+
+    def destroy(self) -> None:
+        """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on."""
+        self._normal.close()
+        self._low_latency.clean()
+        self._world = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether there are kernels for Hopper."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """How many multiprocessors normal calls of contexts take that are made from now on."""
+        if new_num_sms <= 0 or new_num_sms % 2 != 0:
+            raise ValueError(f"new_num_sms is {new_num_sms}: give an even number above 0")
+        Buffer.num_sms = Buffer._sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """What the current stream has been given so far."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that DeepEP asks for. This library takes fewer, which `tokenyard plan` prints."""
+        return _config.low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP's settings, for any number of ranks."""
+        return _config.dispatch_config(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """DeepEP's settings, for any number of ranks."""
+        return _config.combine_config(Buffer.num_sms, num_ranks)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream on which calls run, of the current GPU."""
+        return self._stream(torch.device("cuda", torch.cuda.current_device()))
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: Optional[torch.Size] = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """A tensor that may be written, of no use to calls: their memory is their own."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.zeros(size if size is not None else (128,), dtype=dtype, device=device)
+
+    # Normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor, torch.Tensor, EventOverlap]:
+        """Tokens for each rank int32 `[ranks]`, None, tokens for each expert int32 `[num_experts]`, and which token goes
+        to which rank bool `[tokens, ranks]`, of `topk_idx` `[tokens, top_k]` with -1 for none. Local."""
+        ranks = self._open().size
+        _must_divide(num_experts, ranks)
+
+        def work() -> Tuple[torch.Tensor, ...]:
+            used = topk_idx >= 0
+            experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
+            place = torch.where(used, topk_idx, num_experts).long()
+            experts.scatter_add_(0, place.flatten(), torch.ones_like(place.flatten(), dtype=torch.int32))
+            owner = torch.where(used, topk_idx // (num_experts // ranks), ranks).long()
+            named = torch.zeros((topk_idx.shape[0], ranks + 1), dtype=torch.bool, device=topk_idx.device)
+            named.scatter_(1, owner, True)
+            named = named[:, :ranks].contiguous()
+            return named.sum(0, dtype=torch.int32), experts[:num_experts], named
+
+        (of_rank, of_expert, named), event = self._on_comm([topk_idx], previous_event, async_finish, work)
+        return of_rank, None, of_expert, named, event
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Optional[Tuple[Any, ...]] = None,
+        num_tokens_per_rank: Optional[torch.Tensor] = None,
+        num_tokens_per_rdma_rank: Optional[torch.Tensor] = None,
+        is_token_in_rank: Optional[torch.Tensor] = None,
+        num_tokens_per_expert: Optional[torch.Tensor] = None,
+        topk_idx: Optional[torch.Tensor] = None,
+        topk_weights: Optional[torch.Tensor] = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Optional[Config] = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tuple[
+        Rows, Optional[torch.Tensor], Optional[torch.Tensor], Optional[List[int]], Optional[NormalHandle], EventOverlap
+    ]:
+        """A row for each (token, rank), in the order of (source rank, token): rows, experts of each row int64
+        `[rows, top_k]` (numbers on this rank, -1 elsewhere), weights, rows of each local expert rounded up to
+        `expert_alignment`, handle, event. By a handle: rows and event, other results None.
+
+        `x`: bf16, fp16 or fp32 `[tokens, hidden]`, or fp8 with scales (fp32 `[tokens, hidden / 128]` or packed UE8M0
+        int32 `[tokens, hidden / 512]`, of any strides). Without `topk_idx` tokens go to the ranks of
+        `is_token_in_rank`. The host waits for the counts, unless `num_worst_tokens` says how many rows there are: at
+        least as many as can come, ranks times the most tokens of a rank."""
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        inputs = [t for t in (rows, scales, topk_idx, topk_weights, is_token_in_rank) if t is not None]
+        if handle is not None:
+            kept = _kept(handle, NormalHandle)
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError("topk_idx and topk_weights are the handle's: leave them out, or leave handle out")
+            again, event = self._on_comm(inputs, previous_event, async_finish, lambda: _again(kept, rows, scales))
+            return again, None, None, None, None, event
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ValueError("is_token_in_rank or num_tokens_per_expert is missing: give what get_dispatch_layout returns")
+        experts = num_tokens_per_expert.shape[0]
+        _must_divide(experts, self._open().size)
+
+        def work() -> Any:
+            call = _Normal(self, rows, scales, topk_idx, topk_weights, is_token_in_rank, experts)
+            return call.worst(num_worst_tokens) if num_worst_tokens > 0 else call.counted(expert_alignment)
+
+        (received, local, weights, counts, made), event = self._on_comm(inputs, previous_event, async_finish, work)
+        return received, local, weights, counts, made, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Tuple[Any, ...],
+        topk_weights: Optional[torch.Tensor] = None,
+        bias: Union[None, torch.Tensor, Tuple[torch.Tensor, torch.Tensor]] = None,
+        config: Optional[Config] = None,
+        previous_event: Event = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], EventOverlap]:
+        """The sums of the rows of each token over ranks, without weights, and of `topk_weights` fp32 `[rows, top_k]`.
+        `bias`: one or two tensors `[tokens, hidden]` that are added. Sums are fp32, rounded once."""
+        kept = _kept(handle, NormalHandle)
+        biases = list(bias) if isinstance(bias, tuple) else [bias] if bias is not None else []
+        inputs = [x, *biases] + ([topk_weights] if topk_weights is not None else [])
+
+        def work() -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+            given: Dict[str, Any] = {}
+            if topk_weights is not None:
+                words = topk_weights.contiguous()
+                given.update(payload=words, payload_out=words.new_empty((kept.tokens, words.shape[1])))
+            if biases:
+                out = biases[0].float() if len(biases) == 1 else biases[0].float() + biases[1].float()
+                out = out.clone() if out is biases[0] else out
+                kept.ep.combine(x, kept.handle, out, accumulate=True, dtype=_name(x), **given)
+                out = out.to(x.dtype)
+            else:
+                out = kept.ep.combine(x, kept.handle, dtype=_name(x), **given)
+            return out, given.get("payload_out")
+
+        (out, weights), event = self._on_comm(inputs, previous_event, async_finish, work)
+        return out, weights, event
+
+    # Low latency
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing: low-latency calls find their memory as they need it, also after normal ones. Local."""
+        self._open()
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Optional[torch.Tensor] = None,
+        dispatch_wait_recv_cost_stats: Optional[torch.Tensor] = None,
+        x_global_scale: Optional[torch.Tensor] = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        use_nvfp4: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]:
+        """A row for each (token, expert): `[local experts, ranks * num_max_dispatch_tokens_per_rank, hidden]` in bf16, or
+        fp8 with scales whose last two dimensions are column-major (fp32, or with `use_ue8m0` packed int32; with
+        `round_scale` powers of two), rows of each expert int32 `[local experts]`, handle, event and hook.
+
+        With `return_recv_hook` rows are there after `hook()`, and counts, too. The stats are added to: rows of each
+        local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
+        if use_nvfp4 or x_global_scale is not None:
+            raise NotImplementedError("use_nvfp4 and x_global_scale: there are no nvfp4 rows; use fp8 or bf16 rows")
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise ValueError("use_ue8m0 is set: set use_fp8 and round_scale, too, as such scales are powers of two")
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish and return_recv_hook are both set: set one of them")
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"x is {x.dtype}: give bf16 rows")
+        ranks = self._open().size
+        _must_divide(num_experts, ranks)
+        ep = self._low_latency.get(x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1])
+        call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
+        output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        handle = LowLatencyHandle((call.source, call.ranges, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts))
+        if return_recv_hook:
+            sent = ep.dispatch_send(x, topk_idx, format=call.format)
+
+            def receive() -> None:
+                call.received(ep.dispatch_recv(sent, output), handle)
+
+            # Combine needs the handle, which the hook completes.
+            return call.rows(), call.counts, handle, EventOverlap(), receive
+
+        def work() -> None:
+            call.received(ep.dispatch_into(output, x, topk_idx, format=call.format), handle)
+
+        _none, event = self._on_comm([x, topk_idx, *call.tensors()], None, async_finish, work)
+        return call.rows(), call.counts, handle, event, None
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Optional[torch.Tensor] = None,
+        combine_wait_recv_cost_stats: Optional[torch.Tensor] = None,
+        overlap: bool = False,
+        src_signals: Optional[torch.Tensor] = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: Optional[torch.Tensor] = None,
+        comp_signal: Optional[torch.Tensor] = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+    ) -> Tuple[torch.Tensor, EventOverlap, Hook]:
+        """The weighted sums `[tokens, hidden]` of the experts' outputs `[local experts, rows, hidden]`, in `out` if it is
+        given, event and hook. With `zero_copy` as without."""
+        if use_logfmt:
+            raise NotImplementedError("use_logfmt: partial rows are bf16; leave it out")
+        if overlap or src_signals is not None or comp_signal is not None:
+            raise NotImplementedError("overlap, src_signals and comp_signal: combine takes no signals; leave them out")
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish and return_recv_hook are both set: set one of them")
+        kept = _kept(handle, LowLatencyHandle)
+        if topk_idx.shape[0] != kept.tokens:
+            raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens: give the {kept.tokens} of the dispatch")
+        if out is None:
+            out = torch.empty((kept.tokens, kept.format.hidden), dtype=x.dtype, device=x.device)
+        ep, result, weights = kept.ep, out, _weights(kept, topk_weights)
+        times = combine_wait_recv_cost_stats
+        if return_recv_hook:
+            sent = ep.combine_send(x, kept.handle, topk_weights=weights, dtype=_name(x))
+            return out, EventOverlap(), lambda: ep.combine_recv(sent, result, wait_times=times)
+
+        def work() -> None:
+            ep.combine(x, kept.handle, result, topk_weights=weights, dtype=_name(x), wait_times=times)
+
+        _none, event = self._on_comm([x, weights, out], None, async_finish, work)
+        return out, event, None
+
+    def get_next_low_latency_combine_buffer(self, handle: Tuple[Any, ...]) -> torch.Tensor:
+        """A tensor `[local experts, rows, hidden]` for the experts' outputs."""
+        kept = _kept(handle, LowLatencyHandle)
+        experts = len(kept.ep.local_experts)
+        return torch.empty((experts, kept.capacity, kept.format.hidden), dtype=torch.bfloat16, device=handle[0].device)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Goes on without a rank, with `enable_shrink`. A rank that has been masked comes back by
+        `low_latency_clean_mask_buffer` alone. Local."""
+        if mask:
+            self._masking().mask_rank(rank_to_mask)
+        elif int(self._mask()[rank_to_mask]):
+            raise ValueError(f"rank {rank_to_mask} has been masked: it comes back by low_latency_clean_mask_buffer")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Writes the mask, int32 `[ranks]`, of which 1 is a rank that is masked. Local."""
+        mask_status.copy_((self._mask() != 0).to(mask_status.dtype))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Takes back all masks: the next low-latency call makes a new context, with all ranks."""
+        self._low_latency.clean()
+
+    # Inside
+
+    def _open(self) -> World:
+        if self._world is None:
+            raise RuntimeError("this Buffer was destroyed: make a new one")
+        return self._world
+
+    def _masking(self) -> AllToAll:
+        ep = self._low_latency.made()
+        if ep is None:
+            raise RuntimeError("there is no mask before the first low-latency call: make one")
+        return ep
+
+    def _mask(self) -> torch.Tensor:
+        if not self.enable_shrink or self._low_latency.made() is None:
+            return torch.zeros(self.group_size, dtype=torch.int32)
+        mask = self._masking().rank_mask
+        if hasattr(mask, "__cuda_array_interface__"):
+            return torch.as_tensor(mask, device="cuda")
+        import numpy
+
+        return torch.from_numpy(numpy.asarray(mask).copy())
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            # Some versions of torch have no types there.
+            make: Any = torch.cuda.Stream
+            self._streams[device] = make(device, priority=-1)
+        return self._streams[device]
+
+    def _on_comm(
+        self, inputs: List[torch.Tensor], previous: Event, async_finish: bool, work: Callable[[], Any]
+    ) -> Tuple[Any, EventOverlap]:
+        """Runs work on the communication stream, after `previous` or what the current stream has. Unless it may finish
+        later, the current stream waits for it."""
+        self._open()
+        device = inputs[0].device
+        if device.type != "cuda":
+            return work(), EventOverlap()
+        comm, current = self._stream(device), torch.cuda.current_stream(device)
+        handle = previous.event if isinstance(previous, EventOverlap) else previous
+        if handle is not None and handle.event is not None:
+            comm.wait_event(handle.event)
+        else:
+            comm.wait_stream(current)
+        with torch.cuda.stream(comm):
+            made = work()
+        if not torch.cuda.is_current_stream_capturing():
+            # What the allocator must not give to others before the other stream is done with it.
+            for tensor in inputs:
+                tensor.record_stream(comm)
+            for tensor in _tensors(made):
+                tensor.record_stream(current)
+        if async_finish:
+            return made, EventOverlap(EventHandle(comm), tuple(inputs))
+        current.wait_stream(comm)
+        return made, EventOverlap()
+
+
+class _Normal:
+    """A normal dispatch with routing."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        x: torch.Tensor,
+        scales: Optional[torch.Tensor],
+        topk_idx: Optional[torch.Tensor],
+        topk_weights: Optional[torch.Tensor],
+        named: torch.Tensor,
+        experts: int,
+    ) -> None:
+        self.buffer, self.x, self.scales, self.experts, self.named = buffer, x, scales, experts, named
+        self.ranks = buffer.group_size
+        self.by_rank = topk_idx is None
+        self.topk_idx = named if topk_idx is None else topk_idx
+        self.topk_weights = None if self.by_rank else topk_weights
+        self.choices = self.topk_idx.shape[1]
+        device = f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
+        self.wanted = Wanted(x.shape[1], experts, self.choices, x.dtype == torch.float32, device)
+
+    def format(self, ep: AllToAll) -> Format:
+        scales = None
+        if self.scales is not None:
+            scales = "fp32" if self.scales.dtype == torch.float32 else "ue8m0"
+        weights = "none" if self.topk_weights is None else "dispatch"
+        combine = "bf16" if self.x.dtype == torch.float8_e4m3fn else _name(self.x)
+        return Format(
+            self.wanted.hidden, ep.format.max_tokens, dtype=_name(self.x), scales=scales, combine_dtype=combine,
+            weights=weights,
+        )
+
+    def counted(self, alignment: int) -> Any:
+        """The host waits for the counts, and outputs have as many rows as come."""
+        if alignment < 1:
+            raise ValueError(f"expert_alignment is {alignment}: give 1 or more")
+        normal = self.buffer._normal
+        while True:
+            ep = normal.get(self.x, self.wanted, Buffer._sms)
+            format = self.format(ep)
+            sent = self.send(ep, format)
+            experts, sources = ep.counts(sent)
+            output, got = ep.output(self.x, layout="token", capacity=sum(sources), format=format, also=("source",))
+            handle = ep.dispatch_recv(sent, output)
+            if experts.pop() == 0:
+                break
+            # Some rank has more tokens than this context has room for.
+            normal.grow(self.x, Buffer._sms)
+        counts = [-(-rows // alignment) * alignment for rows in experts]
+        kept = Kept(ep, handle, self.x.shape[0], sum(sources), format)
+        return self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
+
+    def send(self, ep: AllToAll, format: Format) -> Any:
+        if self.x.shape[0] <= ep.format.max_tokens:
+            return ep.dispatch_send(
+                self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format, counts=True
+            )
+        x, topk_idx = more_tokens_than_room(self.x, self.experts, self.choices, self.ranks)
+        weights = None if self.topk_weights is None else x.new_zeros(topk_idx.shape, dtype=torch.float32)
+        scales = None if self.scales is None else self.scales.new_zeros((x.shape[0], self.scales.shape[1]))
+        return ep.dispatch_send(x, topk_idx, weights, scales=scales, format=format, counts=True)
+
+    def worst(self, rows: int) -> Any:
+        """Nobody waits for counts; there are as many rows as the caller says."""
+        tokens = -(-rows // self.ranks)
+        if self.x.shape[0] > tokens:
+            raise ValueError(
+                f"num_worst_tokens is {rows}, for {tokens} tokens of each of {self.ranks} ranks, and x has "
+                f"{self.x.shape[0]}: give at least ranks times the most tokens of a rank"
+            )
+        ep = self.buffer._normal.get(self.x, self.wanted, Buffer._sms, tokens)
+        format = self.format(ep)
+        output, got = ep.output(self.x, layout="token", capacity=rows, format=format, also=("source",))
+        handle = ep.dispatch_into(
+            output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
+        )
+        kept = Kept(ep, handle, self.x.shape[0], rows, format)
+        return self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+
+    def results(self, got: Any, kept: Kept, counts: List[int], prefix: Callable[[], Any]) -> Any:
+        rank, ranks, device = self.buffer.rank, self.ranks, self.x.device
+        source = got.also["source"]
+
+        def prefixes() -> torch.Tensor:
+            matrix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=device)
+            matrix[:, rank] = prefix().to(device=device, dtype=torch.int32)
+            return matrix
+
+        handle = NormalHandle((None, None, None, source[:, 1], self.named, None))
+        handle.kept, handle.prefixes = kept, prefixes
+        local = weights = None
+        if not self.by_rank:
+            local = got.token_experts[:, : self.choices].long()
+            if self.topk_weights is not None:
+                weights = got.token_weights[:, : self.choices]
+        rows = got.rows if self.scales is None else (got.rows, got.scales)
+        return rows, local, weights, counts, handle
+
+
+class _LowLatency:
+    """Tensors of a low-latency dispatch."""
+
+    def __init__(
+        self, ep: AllToAll, x: torch.Tensor, tokens: int, ranks: int, fp8: bool, round_scale: bool, ue8m0: bool
+    ) -> None:
+        self.ep, self.x, self.capacity = ep, x, ranks * tokens
+        self.expands = fp8 and round_scale and not ue8m0
+        scales = None if not fp8 else "ue8m0" if round_scale else "fp32"
+        hidden, experts, device = x.shape[1], len(ep.local_experts), x.device
+        self.format = Format(
+            hidden, tokens, dtype="fp8" if fp8 else "bf16", scales=scales, quantize=fp8, weights="combine"
+        )
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        self.x_out = torch.empty((experts, self.capacity, hidden), dtype=dtype, device=device)
+        self.counts = torch.empty(experts, dtype=torch.int32, device=device)
+        self.sources = torch.empty((experts * self.capacity, 2), dtype=torch.int32, device=device)
+        self.ranges = torch.empty((experts, ranks), dtype=torch.int64, device=device)
+        self.words: Optional[torch.Tensor] = None
+        self.scales: Optional[torch.Tensor] = None
+        lead = -(-self.capacity // 4) * 4
+        if fp8:
+            columns, word = (512, torch.int32) if round_scale else (128, torch.float32)
+            self.words = torch.empty((experts, -(-hidden // columns), lead), dtype=word, device=device)
+            self.scales = self.words
+        if self.expands:
+            self.scales = torch.empty((experts, hidden // 128, lead), dtype=torch.float32, device=device)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The token of each row at its source."""
+        return self.sources[:, 1].view(len(self.ep.local_experts), self.capacity)
+
+    def tensors(self) -> List[torch.Tensor]:
+        made = [self.x_out, self.counts, self.sources, self.ranges, self.words, self.scales]
+        return [tensor for tensor in made if tensor is not None]
+
+    def output(self, totals: Optional[torch.Tensor], times: Optional[torch.Tensor]) -> Output:
+        return Output(
+            "masked", self.x_out, self.counts, scales=self.words, column_major=self.words is not None,
+            source=self.sources, source_ranges=self.ranges, total_counts=totals, wait_times=times,
+        )
+
+    def rows(self) -> Rows:
+        """What the caller gets: scales with the row's number first, which lies last."""
+        if self.scales is None:
+            return self.x_out
+        return self.x_out, self.scales.transpose(1, 2)[:, : self.capacity]
+
+    def received(self, handle: Any, into: LowLatencyHandle) -> None:
+        """Completes handle and scales."""
+        into.kept = Kept(self.ep, handle, self.x.shape[0], self.capacity, self.format)
+        if self.expands and self.words is not None and self.scales is not None:
+            blocks = self.scales.shape[1]
+            shifts = torch.arange(0, 8 * blocks, 8, dtype=torch.int32, device=self.words.device) % 32
+            exponents = (self.words.repeat_interleave(4, 1)[:, :blocks] >> shifts[:, None]) & 255
+            self.scales.copy_((exponents << 23).view(torch.float32))
+
+
+def _world(group: Any, comm: Any) -> World:
+    if isinstance(group, World):
+        return group
+    if group is not None:
+        return world_of_group(group)
+
+    def all_gather(what: str, own: bytes, seconds: float) -> List[bytes]:
+        gathered: List[bytes] = comm.allgather(own)
+        return gathered
+
+    return World.over(comm.Get_rank(), comm.Get_size(), all_gather)
+
+
+def _kept(handle: Any, kind: Any) -> Kept:
+    """What a handle's calls need."""
+    if not isinstance(handle, kind):
+        raise TypeError(f"handle is a {type(handle).__name__}: give what the dispatch of the same mode returned")
+    kept: Optional[Kept] = getattr(handle, "kept", None)
+    if kept is None:
+        raise RuntimeError("handle is of a dispatch that was not received: call its hook first")
+    return kept
+
+
+def _again(kept: Kept, x: torch.Tensor, scales: Optional[torch.Tensor]) -> Rows:
+    """New rows of an earlier dispatch's tokens."""
+    words = None if scales is None else "fp32" if scales.dtype == torch.float32 else "ue8m0"
+    format = Format(
+        kept.format.hidden, kept.format.max_tokens, dtype=_name(x), scales=words, weights=kept.format.weights
+    )
+    rows = torch.empty((kept.capacity, x.shape[1]), dtype=x.dtype, device=x.device)
+    row_scales = None if scales is None else scales.new_empty((kept.capacity, scales.shape[1]))
+    kept.ep.dispatch_again(kept.handle, x, rows, scales=scales, row_scales=row_scales, format=format)
+    return rows if row_scales is None else (rows, row_scales)
+
+
+def _weights(kept: Kept, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Weights as combine takes them: of as many choices as the context has."""
+    missing = kept.ep.top_k - topk_weights.shape[1]
+    return torch.nn.functional.pad(topk_weights, (0, missing)) if missing else topk_weights.contiguous()
+
+
+def _prefixes(source: torch.Tensor, ranks: int) -> torch.Tensor:
+    """How many rows come from the sources up to each one; rows that are none have source -1."""
+    return (source[:, :1] == torch.arange(ranks, device=source.device)).sum(0).cumsum(0)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return _NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def _must_divide(experts: int, ranks: int) -> None:
+    if experts <= 0 or experts % ranks != 0:
+        raise ValueError(f"num_experts is {experts}: give a multiple of the {ranks} ranks")
+
+
+def _tensors(made: Any) -> List[torch.Tensor]:
+    """The tensors among results."""
+    if isinstance(made, torch.Tensor):
+        return [made]
+    if isinstance(made, (tuple, list)):
+        return [tensor for member in tuple.__iter__(tuple(made)) for tensor in _tensors(member)]
+    return []
+
+

@@ -1,0 +1,142 @@
+"""The contexts behind a `Buffer`: made by the first call that needs them, which is collective as all calls are.
+
+DeepEP's normal mode knows no most number of tokens. A context does, so each is made for the most tokens that any rank
+has then, rounded up. A rank that has more later sends, in place of its tokens, a row to a further expert that each rank
+has for this alone. The counts of a dispatch come to the host before its rows, so every rank sees it, and all of them
+make a larger context and dispatch once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+
+from .._calls import AllToAll
+from .._native import Format, Handle, World
+
+# Fewest tokens for which a context of normal mode is made.
+_LEAST = 128
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _device(x: torch.Tensor) -> str:
+    return f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
+
+
+def _refuse_capture(x: torch.Tensor) -> None:
+    if _capturing(x):
+        raise RuntimeError("a capture needs a context that is not there: make the same calls once before it, eagerly")
+
+
+class Wanted(NamedTuple):
+    """What a normal call needs of its context, the same on all ranks."""
+
+    hidden: int
+    experts: int
+    choices: int
+    fp32: bool
+    device: str
+
+    def covers(self, other: Wanted) -> bool:
+        same = self.hidden == other.hidden and self.experts == other.experts and self.device == other.device
+        return same and self.choices >= other.choices and self.fp32 >= other.fp32
+
+
+class Normal:
+    """The context of normal calls."""
+
+    def __init__(self, world: World, timeout: float) -> None:
+        self._world, self._timeout = world, timeout
+        self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
+
+    def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
+        """One for calls like this one. `tokens`: how many each rank may have, the same on all ranks; `None`: as many as
+        any has now, if it must be made."""
+        if self._made is not None and self._made[0].covers(wanted) and (tokens or 0) <= self._made[1]:
+            return self._made[2]
+        _refuse_capture(x)
+        return self._make(wanted, x.shape[0] if tokens is None else tokens, sms)
+
+    def grow(self, x: torch.Tensor, sms: Optional[int]) -> None:
+        """Makes room for the tokens that ranks have now."""
+        if self._made is not None:
+            self._make(self._made[0], x.shape[0], sms)
+
+    def close(self) -> None:
+        """Gives the context up."""
+        self._made = None
+
+    def _make(self, wanted: Wanted, tokens: int, sms: Optional[int]) -> AllToAll:
+        before = 0 if self._made is None else self._made[1]
+        if self._made is not None and self._made[0].hidden == wanted.hidden:
+            wanted = wanted._replace(
+                choices=max(wanted.choices, self._made[0].choices), fp32=wanted.fp32 or self._made[0].fp32
+            )
+        most = max(int(all_tokens) for all_tokens in self._world.all_gather(str(tokens).encode()))
+        room = max(_LEAST, before, 1 << (most - 1).bit_length() if most else 0)
+        ranks, experts = self._world.size, wanted.experts
+        dtype = "fp32" if wanted.fp32 else "bf16"
+        # Its memory first, as the new one may need it. Handles keep it as long as they live.
+        self._made = None
+        ep = AllToAll(
+            self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
+            device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
+            placement=[e * ranks // experts for e in range(experts)] + list(range(ranks)), timeout=self._timeout, sms=sms,
+        )
+        self._made = (wanted, room, ep)
+        return ep
+
+
+def more_tokens_than_room(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Rows and experts that a rank sends in place of its tokens: one row to the further expert of each rank."""
+    rows = -(-ranks // choices)
+    topk_idx = torch.full((rows * choices,), -1, dtype=torch.int64, device=x.device)
+    topk_idx[:ranks] = torch.arange(experts, experts + ranks, device=x.device)
+    return torch.zeros((rows, x.shape[1]), dtype=x.dtype, device=x.device), topk_idx.view(rows, choices)
+
+
+class LowLatency:
+    """The context of low-latency calls."""
+
+    def __init__(self, world: World, timeout: float, shrinks: bool) -> None:
+        self._world, self._timeout, self._shrinks = world, timeout, shrinks
+        self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
+
+    def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int) -> AllToAll:
+        """One for calls like this one."""
+        if self._made is not None and self._made[0][:4] == (tokens, x.shape[1], experts, _device(x)):
+            if self._made[0][4] >= choices:
+                return self._made[1]
+        _refuse_capture(x)
+        key = (tokens, x.shape[1], experts, _device(x), choices)
+        self._made = None
+        ep = AllToAll(
+            self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
+            device=_device(x), weights="combine", duplicates=True, timeout=self._timeout,
+            missing_ranks="masked_at_deadline" if self._shrinks else "fatal",
+        )
+        self._made = (key, ep)
+        return ep
+
+    def made(self) -> Optional[AllToAll]:
+        """The one that is there."""
+        return None if self._made is None else self._made[1]
+
+    def clean(self) -> None:
+        """The next call, of all ranks, makes a new one, whose mask is empty."""
+        self._made = None
+
+
+class Kept(NamedTuple):
+    """What a handle's calls need."""
+
+    ep: AllToAll
+    handle: Handle
+    tokens: int
+    capacity: int
+    format: Format
+
