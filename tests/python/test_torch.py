@@ -87,19 +87,42 @@ def test_an_output_follows_its_tensors_to_other_memory():
         ep.dispatch_into(output, x, ids, weights)
 
 
-def test_the_guides_program_runs():
-    guide = (pathlib.Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
-    program = guide.partition("```python\n")[2].partition("```")[0]
-    assert "ep.combine" in program
+def programs(page):
+    """The Python programs of a page."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+
+
+def test_the_guides_programs_run():
+    first, second = programs("guide.md")
     small = {"World.from_env()": "World.threads(1)[0]", "7168": "64", "rank=128": "rank=128, device='cpu'"}
+    small["max_tokens_per_rank=4096"] = "max_tokens_per_rank=8, device='cpu'"
     for old, new in small.items():
-        assert old in program
-        program = program.replace(old, new)
-    x, weights = torch.randn(5, 64).bfloat16(), torch.rand(5, 8)
-    given = {"x": x, "topk_idx": torch.arange(40).reshape(5, 8) * 6, "topk_weights": weights, "experts": lambda rows, counts: rows}
-    exec(program, given)  # noqa: S102: the repository's own page
+        assert old in first + second
+        first, second = first.replace(old, new), second.replace(old, new)
+    x, weights = torch.randn(5, 64).bfloat16().requires_grad_(), torch.rand(5, 8).requires_grad_()
+    given = {"x": x.detach(), "topk_idx": torch.arange(40).reshape(5, 8) * 6, "topk_weights": weights.detach()}
+    given["experts"] = lambda rows, counts: rows
+    exec(first, given)  # noqa: S102: the repository's own page
     wanted = x.float() * weights.sum(1, keepdim=True)
     assert ((given["y"].float() - wanted).abs() <= 2.0**-6 * wanted.abs()).all()
+    exec(second, given | {"x": x, "topk_weights": weights})  # noqa: S102
+    # Of the sum of y: the sum of the weights, and of the row. Bounds of bf16's roundings.
+    total = weights.detach().sum(1, keepdim=True)
+    assert ((x.grad.float() - total).abs() <= 2.0**-6 * total).all()
+    row = x.detach().float().sum(1, keepdim=True)
+    assert ((weights.grad - row).abs() <= 2.0**-6 * x.detach().float().abs().sum(1, keepdim=True)).all()
+
+
+def test_the_program_of_deep_eps_page_runs():
+    (program,) = programs("deep_ep.md")
+    given = {"group": tokenyard.World.threads(1)[0]}
+    try:
+        exec(program, given)  # noqa: S102: the repository's own page
+    finally:
+        for name in ("deep_ep", "deep_ep.utils"):
+            sys.modules.pop(name, None)
+    assert given["buffer"].group_size == 1 and given["buffer"].num_nvl_bytes > 1 << 28
 
 
 PROCESS = """
