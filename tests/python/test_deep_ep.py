@@ -20,6 +20,8 @@ from tokenyard import deep_ep  # noqa: E402: after torch, without which there is
 
 RANKS, EXPERTS, TOP_K, HIDDEN = 3, 12, 4, 512
 LOCAL = EXPERTS // RANKS
+# "cuda": all ranks share a GPU, each with streams of its own and a part of the multiprocessors.
+DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
 
 
 class Tokens:
@@ -28,14 +30,15 @@ class Tokens:
     def __init__(self, counts=(9, 0, 5), seed=1, duplicates=False):
         draw = np.random.default_rng(seed)
         self.counts = counts
-        self.x = [torch.from_numpy(np.round(draw.standard_normal((n, HIDDEN)) * 4).astype(np.float32) / 4) for n in counts]
-        self.weights = [torch.from_numpy(np.ceil(draw.random((n, TOP_K), dtype=np.float32) * 8) / 8) for n in counts]
-        self.ids = []
+        rows = [np.round(draw.standard_normal((n, HIDDEN)) * 4).astype(np.float32) / 4 for n in counts]
+        weights = [np.ceil(draw.random((n, TOP_K), dtype=np.float32) * 8) / 8 for n in counts]
+        choices = []
         for n in counts:
-            ids = draw.integers(0, EXPERTS, (n, TOP_K)) if duplicates else np.array([draw.permutation(EXPERTS)[:TOP_K] for _ in range(n)]).reshape(n, TOP_K)
-            ids = ids.astype(np.int64)
-            ids[draw.random(ids.shape) < 0.2] = -1
-            self.ids.append(torch.from_numpy(ids))
+            ids = draw.integers(0, EXPERTS, (n, TOP_K))
+            if not duplicates:
+                ids = np.argsort(draw.random((n, EXPERTS)), axis=1)[:, :TOP_K]
+            choices.append(np.where(draw.random((n, TOP_K)) < 0.2, -1, ids))
+        self.x, self.weights, self.ids = ([torch.from_numpy(v).to(DEVICE) for v in of] for of in (rows, weights, choices))
 
     def named(self, rank):
         """Which tokens of a rank go to which ranks."""
@@ -81,18 +84,26 @@ def bits(tensor):
 
 
 def same(found, wanted):
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found.dtype, wanted.dtype, found.shape, wanted.shape)
-    assert torch.equal(bits(found.contiguous()), bits(wanted.contiguous()))
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    assert torch.equal(bits(found.contiguous()), bits(wanted.contiguous().to(found.device)))
 
 
 def in_world(work, ranks=RANKS, **how):
     def rank(world):
         buffer = deep_ep.Buffer(world, **how)
-        buffer.timeout_seconds = 20.0
-        work(buffer)
+        if DEVICE == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.synchronize()
+                work(buffer)
+                torch.cuda.current_stream().synchronize()
+        else:
+            work(buffer)
         world.barrier()
 
     deep_ep.Buffer.timeout_seconds = 20.0
+    if DEVICE == "cuda":
+        deep_ep.Buffer.set_num_sms(16)
+        deep_ep.Buffer.low_latency_sms = 16
     in_ranks(tokenyard.World.threads(ranks), rank)
 
 
@@ -161,7 +172,7 @@ def combined(buffer, tokens, handle, rows, local, weights, kind):
     r, dtype = buffer.rank, {"fp32": torch.float32, "fp16": torch.float16}.get(kind, torch.bfloat16)
     # Each rank returns its number plus one times the row, so sums tell ranks apart. All are exact in bf16.
     back = torch.stack([torch.round(tokens.x[s][t]) * (r + 1) for s, t in rows]).to(dtype)
-    wanted = torch.round(tokens.x[r]) * (tokens.named(r) * torch.arange(1, RANKS + 1)).sum(1, keepdim=True)
+    wanted = torch.round(tokens.x[r]) * (tokens.named(r) * torch.arange(1, RANKS + 1, device=DEVICE)).sum(1, keepdim=True)
     y, no_weights, _ = buffer.combine(back, handle)
     same(y, wanted.to(dtype))
     assert no_weights is None
@@ -212,7 +223,7 @@ def test_a_rank_may_have_more_tokens_than_ever_before():
                 inputs = [x[0] if isinstance(x, tuple) else x for x in inputs]
                 rows = tokens.received(r)
                 assert torch.equal(bits(got), torch.stack([bits(inputs[s])[t] for s, t in rows]))
-            y, _, _ = buffer.combine(torch.ones((len(rows), HIDDEN), dtype=torch.bfloat16), handle)
+            y, _, _ = buffer.combine(torch.ones((len(rows), HIDDEN), dtype=torch.bfloat16, device=DEVICE), handle)
             same(y, tokens.named(r).sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16())
 
     in_world(work)
@@ -248,7 +259,8 @@ def low_latency(buffer, tokens, hooks, n=16, fp8=True, **how):
     """A checked dispatch; returns its handle."""
     r = buffer.rank
     x = tokens.x[r].bfloat16()
-    totals, times = torch.full((LOCAL,), 100, dtype=torch.int32), torch.zeros(RANKS, dtype=torch.int64)
+    totals = torch.full((LOCAL,), 100, dtype=torch.int32, device=DEVICE)
+    times = torch.zeros(RANKS, dtype=torch.int64, device=DEVICE)
     got, counts, handle, event, hook = buffer.low_latency_dispatch(
         x, tokens.ids[r], n, EXPERTS, cumulative_local_expert_recv_stats=totals, dispatch_wait_recv_cost_stats=times,
         use_fp8=fp8, async_finish=not hooks, return_recv_hook=hooks, **how,
@@ -280,12 +292,12 @@ def low_latency(buffer, tokens, hooks, n=16, fp8=True, **how):
 
 def low_latency_combined(buffer, tokens, handle, hooks, n=16):
     r = buffer.rank
-    back = torch.full((LOCAL, RANKS * n, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    back = torch.full((LOCAL, RANKS * n, HIDDEN), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     for e in range(LOCAL):
         for place, (s, t) in enumerate(tokens.of_expert(r * LOCAL + e)):
             back[e, place] = torch.round(tokens.x[s][t]) * (r * LOCAL + e + 1)
-    out = torch.full((tokens.counts[r], HIDDEN), float("nan"), dtype=torch.bfloat16) if hooks else None
-    times = torch.zeros(RANKS, dtype=torch.int64)
+    out = tokens.x[r].bfloat16() * float("nan") if hooks else None
+    times = torch.zeros(RANKS, dtype=torch.int64, device=DEVICE)
     y, event, hook = buffer.low_latency_combine(
         back, tokens.ids[r], tokens.weights[r], handle, async_finish=not hooks, return_recv_hook=hooks, out=out,
         combine_wait_recv_cost_stats=times,
@@ -322,7 +334,7 @@ def test_low_latency_and_normal_calls_alternate_and_two_handles_live():
             buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
             low_latency_combined(buffer, second, two, True)
             low_latency_combined(buffer, first, one, False)
-            y, _, _ = buffer.combine(torch.ones((len(second.received(buffer.rank)), HIDDEN)).bfloat16(), handle)
+            y, _, _ = buffer.combine(torch.ones((len(second.received(buffer.rank)), HIDDEN), device=DEVICE).bfloat16(), handle)
             assert torch.equal(y[:, 0], second.named(buffer.rank).sum(1).bfloat16())
             assert buffer.get_next_low_latency_combine_buffer(one).shape == (LOCAL, 16 * RANKS, HIDDEN)
 
@@ -333,7 +345,7 @@ def test_a_masked_rank_is_gone_on_without():
     tokens = Tokens(seed=8, counts=(5, 4, 6))
 
     def work(buffer):
-        mask = torch.full((RANKS,), -1, dtype=torch.int32)
+        mask = torch.full((RANKS,), -1, dtype=torch.int32, device=DEVICE)
         buffer.low_latency_query_mask_buffer(mask)
         assert mask.tolist() == [0, 0, 0]
         low_latency_combined(buffer, tokens, low_latency_of(buffer, tokens), True)
@@ -399,7 +411,7 @@ def test_what_is_refused():
         with pytest.raises(TypeError, match="x is torch.float32: give bf16 rows"):
             buffer.low_latency_dispatch(x.float(), ids, 8, EXPERTS)
         _, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, EXPERTS, return_recv_hook=True)
-        back = torch.zeros(EXPERTS, 8, HIDDEN).bfloat16()
+        back = torch.zeros(EXPERTS, 8, HIDDEN, device=DEVICE).bfloat16()
         with pytest.raises(RuntimeError, match="handle is of a dispatch that was not received: call its hook first"):
             buffer.low_latency_combine(back, ids, w, handle)
         hook()

@@ -16,15 +16,40 @@ else:
 from tokenyard import ops  # noqa: E402: after torch, without which there is no such module
 
 
+# "cuda": all ranks share a GPU, each with a stream of its own and a part of the multiprocessors.
+DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
+PLACE = {"device": "cuda:0", "sms": 16} if DEVICE == "cuda" else {}
+
+
+def in_threads(ranks, work):
+    """Runs `work(world)` in a thread for each rank."""
+
+    def rank(world):
+        if DEVICE == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.synchronize()
+                work(world)
+                torch.cuda.current_stream().synchronize()
+        else:
+            work(world)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(ranks), rank)
+
+
+def context(world, case, **more):
+    return tokenyard.AllToAll(world, **case.limits | PLACE | more)
+
+
 def tensors(case, rank, grad=False):
     """Rows, experts and weights of a rank, as leaves."""
-    x, weights = (torch.from_numpy(value[rank].copy()).requires_grad_(grad) for value in (case.x, case.weights))
-    return x, torch.from_numpy(case.ids[rank].copy()), weights
+    x, weights = (torch.tensor(value[rank], device=DEVICE, requires_grad=grad) for value in (case.x, case.weights))
+    return x, torch.tensor(case.ids[rank], device=DEVICE), weights
 
 
-def factor(expert, hidden, dtype=torch.float32):
+def factor(expert, hidden, dtype=torch.float32, device=DEVICE):
     """What an expert multiplies by: differs by expert and by column, and its gradient is another for each."""
-    columns = torch.arange(hidden, dtype=dtype)
+    columns = torch.arange(hidden, dtype=dtype, device=device)
     return 1.0 + (columns + 3 * expert) % 7 / 4
 
 
@@ -55,7 +80,7 @@ def reference(case, rank, seed_of_loss):
     x = torch.from_numpy(case.x[rank]).double().requires_grad_()
     weights = torch.from_numpy(case.weights[rank]).double().requires_grad_()
     ids = torch.from_numpy(case.ids[rank])
-    factors = torch.stack([factor(e, case.hidden, torch.float64) for e in range(case.experts)])
+    factors = torch.stack([factor(e, case.hidden, torch.float64, "cpu") for e in range(case.experts)])
     used = torch.where(ids >= 0, weights, 0.0)
     y = x * torch.einsum("tk,tkh->th", used, factors[ids.clamp(min=0)])
     (y * towards(case, rank).double()).sum().backward()
@@ -71,7 +96,7 @@ def towards(case, rank):
 def near(found, wanted, terms):
     """Equal but for the rounding of fp32 sums of so many terms, which are below 16."""
     assert found.shape == wanted.shape
-    difference = (found.detach().double() - wanted.detach()).abs()
+    difference = (found.detach().double().cpu() - wanted.detach().cpu()).abs()
     assert difference.numel() == 0 or float(difference.max()) <= terms * 16 * 2.0**-24, float(difference.max())
 
 
@@ -88,28 +113,27 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
 
     def rank(world):
         weights = "dispatch" if layout == "token" else "none"
-        ep = tokenyard.AllToAll(world, **case.limits, **LIMITS, weights=weights, duplicates=duplicates)
+        ep = context(world, case, **LIMITS, weights=weights, duplicates=duplicates)
         r = world.rank
         x, ids, w = tensors(case, r, grad=True)
         for _ in range(2):
             x.grad = w.grad = None
             got = ops.dispatch(ep, x, ids, w, layout=layout, exact=exact, align=1)
             y = ops.combine(applied(got, ep, layout), got)
-            y.backward(towards(case, r))
+            y.backward(towards(case, r).to(DEVICE))
             wanted, x_grad, w_grad = reference(case, r, r)
             near(y, wanted, 8 * case.top_k)
             near(x.grad, x_grad, 8 * case.top_k)
             near(w.grad, w_grad, 4 * case.hidden)
-        world.barrier()
 
-    in_ranks(tokenyard.World.threads(case.ranks), rank)
+    in_threads(case.ranks, rank)
 
 
 def test_gradients_of_a_dispatch_by_a_handle():
     case = Case(seed=22)
 
     def rank(world):
-        ep, r = tokenyard.AllToAll(world, **case.limits, weights="none"), world.rank
+        ep, r = context(world, case, weights="none"), world.rank
         x, ids, _ = tensors(case, r, grad=True)
         with torch.no_grad():
             got = ops.dispatch(ep, x, ids)
@@ -117,13 +141,13 @@ def test_gradients_of_a_dispatch_by_a_handle():
         assert torch.equal(again[: int(got.offsets[-1])], got.rows[: int(got.offsets[-1])])
         assert not again[int(got.offsets[-1]) :].any()
         # The gradient of each row is its expert's factor.
-        (sum((again[part] * factor(e, case.hidden)).sum() for e, part in by_expert(got, ep.local_experts, "contiguous"))).backward()
+        parts = by_expert(got, ep.local_experts, "contiguous")
+        sum((again[part] * factor(e, case.hidden)).sum() for e, part in parts).backward()
         factors = torch.stack([factor(e, case.hidden) for e in range(case.experts)])
         wanted = torch.where((ids >= 0)[..., None], factors[ids.clamp(min=0)], 0.0).sum(1)
         near(x.grad, wanted.double(), case.top_k)
-        world.barrier()
 
-    in_ranks(tokenyard.World.threads(case.ranks), rank)
+    in_threads(case.ranks, rank)
 
 
 def layer(ep, layout="contiguous", **how):
@@ -144,16 +168,16 @@ def plain(x, ids, w):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_whole_with_gradients(backend):
     case = Case(ranks=1, seed=23)
-    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits, **LIMITS, weights="none")
+    ep = context(tokenyard.World.threads(1)[0], case, **LIMITS, weights="none")
     compiled = torch.compile(layer(ep), fullgraph=True, backend=backend)
     for tokens in (case.tokens, case.tokens - 2, case.tokens - 3):
         x, ids, w = (t.detach()[:tokens].clone() for t in tensors(case, 0))
         x.requires_grad_(), w.requires_grad_()
         y = compiled(x, ids, w)
         near(y, plain(x, ids, w).detach().double(), 16)
-        y.backward(towards(case, 0)[:tokens])
+        y.backward(towards(case, 0)[:tokens].to(DEVICE))
         given = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-        plain(given[0], ids, given[1]).backward(towards(case, 0)[:tokens].double())
+        plain(given[0], ids, given[1]).backward(towards(case, 0)[:tokens].double().to(DEVICE))
         near(x.grad, given[0].grad, 16)
         near(w.grad, given[1].grad, 4 * case.hidden)
 
@@ -163,20 +187,19 @@ def test_compiled_ranks():
 
     def rank(world):
         r = world.rank
-        ep = tokenyard.AllToAll(world, **case.limits)
+        ep = context(world, case)
         world.barrier()
         compiled = torch.compile(layer(ep, capacity=80), fullgraph=True, backend="aot_eager")
         x, ids, w = tensors(case, r)
         for _ in range(3):
             near(compiled(x, ids, w), plain(x, ids, w).double(), 16)
-        world.barrier()
 
-    in_ranks(tokenyard.World.threads(case.ranks), rank)
+    in_threads(case.ranks, rank)
 
 
 def test_halves_and_given_outputs_compiled_whole():
     case = Case(ranks=1, seed=25)
-    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    ep = context(tokenyard.World.threads(1)[0], case)
     x, ids, w = tensors(case, 0)
 
     def halves(x, ids, w):
@@ -196,8 +219,9 @@ def test_halves_and_given_outputs_compiled_whole():
         y, between = function(x, ids, w)
         near(y, plain(x, ids, w).double(), 16)
         assert torch.equal(between, x.sum())
-    rows, counts = torch.empty(ep.capacity(), case.hidden), torch.empty(case.experts, dtype=torch.int32)
-    offsets, out = torch.empty(case.experts + 1, dtype=torch.int32), torch.empty(case.tokens, case.hidden)
+    rows, counts = (torch.empty(ep.capacity(), case.hidden, device=DEVICE), torch.empty(case.experts, dtype=torch.int32, device=DEVICE))
+    offsets = torch.empty(case.experts + 1, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(case.tokens, case.hidden, device=DEVICE)
     for function in (into, torch.compile(into, fullgraph=True, backend="aot_eager")):
         out.fill_(float("nan")), counts.fill_(-1), offsets.fill_(-1)
         function(x, ids, w, rows, counts, offsets, out)
@@ -208,7 +232,7 @@ def test_halves_and_given_outputs_compiled_whole():
 
 def test_torchs_own_checks():
     case = Case(ranks=1, seed=26)
-    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits, **LIMITS, weights="none")
+    ep = context(tokenyard.World.threads(1)[0], case, **LIMITS, weights="none")
     x, ids, w = tensors(case, 0, grad=True)
     given = (x, ids, w, None, ep.number, 0, "contiguous", 1, ep.capacity(), True, True)
     # Two calls give two handles, which the check of compiled code would compare.
@@ -223,13 +247,13 @@ def test_torchs_own_checks():
     words = got.row_weights.detach().unsqueeze(1)
     given = (rows.detach(), got.handle, words, case.tokens, case.top_k, False)
     torch.library.opcheck(torch.ops.tokenyard.combine_words.default, given)
-    out = torch.zeros(case.tokens, case.hidden)
+    out = torch.zeros(case.tokens, case.hidden, device=DEVICE)
     torch.library.opcheck(torch.ops.tokenyard.combine_into.default, (rows.detach(), got.handle, None, out, True))
 
 
 def test_what_operators_refuse():
     case = Case(ranks=1, seed=27)
-    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    ep = context(tokenyard.World.threads(1)[0], case)
     x, ids, w = tensors(case, 0, grad=True)
     got = ops.dispatch(ep, x, ids, w)
     with pytest.raises(RuntimeError, match="combine has weights from dispatch, so there is no gradient: use a format"):
@@ -253,7 +277,8 @@ def test_what_operators_refuse():
             refused()
     # A number is as good as the tensor itself on the CPU, as long as that is alive.
     copied = got._replace(handle=got.handle.clone())
-    torch.testing.assert_close(ops.combine(got.rows, copied), ops.combine(got.rows, got))
+    if DEVICE == "cpu":
+        torch.testing.assert_close(ops.combine(got.rows, copied), ops.combine(got.rows, got))
     del got
     with pytest.raises(ValueError, match="handle stands for nothing that is alive"):
         ops.combine(copied.rows, copied)

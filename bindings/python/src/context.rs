@@ -329,7 +329,7 @@ impl Context {
 
     /// Returns the experts' rows to their tokens' source ranks, as weighted sums in `out`. `payload`: fp32 words beside
     /// each row, `[rows, words]`; `payload_out` gets their sums `[tokens, words]`, or with three dimensions each
-    /// choice's words `[tokens, top_k, words]`. `dtype`: of `rows`, if it is not the combine dtype of the handle's format.
+    /// choice's words `[tokens, top_k, words]`. `dtype`: of `rows`, if not the combine dtype of the handle's format.
     #[pyo3(signature = (
         rows, handle, out, *, topk_weights=None, accumulate=false, payload=None, payload_out=None, dtype=None,
         wait_times=None, stream=0

@@ -1,5 +1,5 @@
-//! Arrays that have `__dlpack__` alone. The structures are those of DLPack's header, version 0.x (`dlpack.h`, unversioned
-//! capsules), which every producer makes when it is asked for no version.
+//! Arrays that have `__dlpack__` alone. The structures are those of `dlpack.h`, version 0.x (unversioned capsules), which
+//! every producer makes when it is asked for no version.
 
 use super::arrays::{Element, Place};
 use pyo3::exceptions::{PyTypeError, PyValueError};

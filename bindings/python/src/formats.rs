@@ -8,7 +8,7 @@ use tokenyard::{CallFormat, Dtype, RowFormat, Scales, Weights};
 /// room for others (`room_for`), and each dispatch may state one, the same on all ranks.
 ///
 /// `hidden`: columns of a row. `max_tokens`: most tokens of a rank in such a call. `dtype` ("bf16", "fp16", "fp32",
-/// "fp8") and `scales` (None, "fp32", "ue8m0"): of dispatched rows. `quantize`: dispatch takes bf16 and makes such rows.
+/// "fp8") and `scales` (None, "fp32", "ue8m0"): of dispatched rows. `quantize`: dispatch takes bf16, and makes them.
 /// `combine_dtype`: of the experts' outputs. `weights`: where they come from ("dispatch", "combine", "none").
 #[pyclass(frozen, eq, hash, module = "tokenyard")]
 #[derive(Clone, PartialEq, Eq, Hash)]

@@ -56,6 +56,8 @@ class Buffer:
     num_sms: int = 20
     timeout_seconds: float = 100.0
     """After how long a call gives up waiting for another rank."""
+    low_latency_sms: Optional[int] = None
+    """How many multiprocessors low-latency calls take of contexts that are made from now on; `None`: all."""
     _sms: Optional[int] = None
 
     def __init__(
@@ -284,7 +286,9 @@ class Buffer:
             raise TypeError(f"x is {x.dtype}: give bf16 rows")
         ranks = self._open().size
         _must_divide(num_experts, ranks)
-        ep = self._low_latency.get(x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1])
+        ep = self._low_latency.get(
+            x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1], Buffer.low_latency_sms
+        )
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         handle = LowLatencyHandle((call.source, call.ranges, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts))

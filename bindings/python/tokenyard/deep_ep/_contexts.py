@@ -106,7 +106,7 @@ class LowLatency:
         self._world, self._timeout, self._shrinks = world, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
 
-    def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int) -> AllToAll:
+    def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int, sms: Optional[int]) -> AllToAll:
         """One for calls like this one."""
         if self._made is not None and self._made[0][:4] == (tokens, x.shape[1], experts, _device(x)):
             if self._made[0][4] >= choices:
@@ -116,7 +116,7 @@ class LowLatency:
         self._made = None
         ep = AllToAll(
             self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
-            device=_device(x), weights="combine", duplicates=True, timeout=self._timeout,
+            device=_device(x), weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
             missing_ranks="masked_at_deadline" if self._shrinks else "fatal",
         )
         self._made = (key, ep)
