@@ -162,6 +162,8 @@ def test_normal_calls(kind, duplicates):
             assert handle[0][:, r].tolist() == np.cumsum(sources).tolist()
             assert handle[3].tolist() == [t for _, t in rows]
             same(handle[4], tokens.named(r))
+            first, *_, last = handle
+            assert torch.equal(first, handle[0]) and last is None and torch.equal(handle[:2][0], first)
         combined(buffer, tokens, handle, rows, local, weights, kind)
 
     in_world(work)
@@ -210,7 +212,10 @@ def test_dispatch_by_a_handle_and_to_ranks():
     in_world(work)
 
 
-def test_a_rank_may_have_more_tokens_than_ever_before():
+@pytest.mark.parametrize("round_tokens", [16384, 200])
+def test_a_rank_may_have_more_tokens_than_ever_before(round_tokens, monkeypatch):
+    monkeypatch.setattr(deep_ep.Buffer, "round_tokens", round_tokens)
+
     def work(buffer):
         r = buffer.rank
         for seed, counts in enumerate([(3, 2, 1), (3, 700, 1), (130, 2, 900), (1, 0, 2000)]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
@@ -34,7 +34,13 @@ class NormalHandle(Tuple[Any, ...]):
     prefixes: Callable[[], torch.Tensor]
 
     def __getitem__(self, place: Any) -> Any:
-        return self.prefixes() if place == 0 else super().__getitem__(place)
+        return tuple(self)[place] if isinstance(place, slice) or place in (0, -6) else super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[Any]:
+        members = super().__iter__()
+        next(members)
+        yield self.prefixes()
+        yield from members
 
 
 class LowLatencyHandle(Tuple[Any, ...]):
@@ -56,6 +62,9 @@ class Buffer:
     num_sms: int = 20
     timeout_seconds: float = 100.0
     """After how long a call gives up waiting for another rank."""
+    round_tokens: int = 16384
+    """Tokens of a rank in a round of normal calls: where a rank may have more, calls go in several rounds, and memory
+    is that of one."""
     low_latency_sms: Optional[int] = None
     """How many multiprocessors low-latency calls take of contexts that are made from now on; `None`: all."""
     _sms: Optional[int] = None
@@ -83,7 +92,7 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
             low_latency_mode, explicitly_destroy, enable_shrink,
         )
-        self._normal = Normal(self._world, self.timeout_seconds)
+        self._normal = Normal(self._world, self.timeout_seconds, self.round_tokens)
         self._low_latency = LowLatency(self._world, self.timeout_seconds, enable_shrink)
         self._streams: Dict[torch.device, torch.cuda.Stream] = {}
 
@@ -420,8 +429,13 @@ class Buffer:
             comm.wait_event(handle.event)
         else:
             comm.wait_stream(current)
-        with torch.cuda.stream(comm):
-            made = work()
+        try:
+            with torch.cuda.stream(comm):
+                made = work()
+        except BaseException:
+            # What was enqueued all the same uses tensors that the caller may let go of.
+            current.wait_stream(comm)
+            raise
         if not torch.cuda.is_current_stream_capturing():
             # What the allocator must not give to others before the other stream is done with it.
             for tensor in inputs:

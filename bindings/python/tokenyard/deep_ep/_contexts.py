@@ -49,8 +49,8 @@ class Wanted(NamedTuple):
 class Normal:
     """The context of normal calls."""
 
-    def __init__(self, world: World, timeout: float) -> None:
-        self._world, self._timeout = world, timeout
+    def __init__(self, world: World, timeout: float, round_tokens: int) -> None:
+        self._world, self._timeout, self._round_tokens = world, timeout, round_tokens
         self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
 
     def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
@@ -77,7 +77,9 @@ class Normal:
                 choices=max(wanted.choices, self._made[0].choices), fp32=wanted.fp32 or self._made[0].fp32
             )
         most = max(int(all_tokens) for all_tokens in self._world.all_gather(str(tokens).encode()))
-        room = max(_LEAST, before, 1 << (most - 1).bit_length() if most else 0)
+        # With an expert named several times, tokens times choices of a rank are at most 2^20.
+        rounded = min(1 << max(most - 1, 0).bit_length(), (1 << 20) // wanted.choices)
+        room = max(_LEAST, before, most, rounded)
         ranks, experts = self._world.size, wanted.experts
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
@@ -85,7 +87,8 @@ class Normal:
         ep = AllToAll(
             self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
-            placement=[e * ranks // experts for e in range(experts)] + list(range(ranks)), timeout=self._timeout, sms=sms,
+            placement=[e * ranks // experts for e in range(experts)] + list(range(ranks)), timeout=self._timeout,
+            sms=sms, round_tokens=self._round_tokens if room > self._round_tokens else None,
         )
         self._made = (wanted, room, ep)
         return ep
