@@ -119,6 +119,10 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
         for _ in range(2):
             x.grad = w.grad = None
             got = ops.dispatch(ep, x, ids, w, layout=layout, exact=exact, align=1)
+            if got.row_weights is not None:
+                rows = sum(len(case.rows_of(e)) for e in ep.local_experts) if not duplicates else None
+                used = int((got.row_weights != 0).sum())
+                assert rows is None or used == rows, "rows that are none have the weight 0, others their own"
             y = ops.combine(applied(got, ep, layout), got)
             y.backward(towards(case, r).to(DEVICE))
             wanted, x_grad, w_grad = reference(case, r, r)
