@@ -225,7 +225,7 @@ python() {
   .venv-python/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
   .venv-python/bin/mypy
   .venv-python/bin/python -m mypy.stubtest tokenyard._native
-  .venv-python/bin/python -m pytest -q tests/python
+  .venv-python/bin/python -m pytest -q -rs tests/python
 }
 
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.

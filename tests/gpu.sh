@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GPU checks and figures from binaries built beforehand, for machines that have GPUs and no Rust.
 #
-#   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, into
-#                                             DIR
+#   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, and
+#                                             the Python wheel, into DIR
 #   tests/gpu.sh run DIR [OUT [SECTION...]]   on the GPU machine: the sections (default: all), with JSON and logs in
 #                                             OUT, then one table of their rows, which OUT keeps too
 #   tests/gpu.sh program DIR [TREE]           on the build machine: the program alone, and its kernels' registers, into
@@ -26,6 +26,8 @@
 #            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a
 #                       GPU that is alone
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
+#            python     the Python package: its tests, on a GPU that ranks share, under compute-sanitizer, too, and what
+#                       its calls cost; needs python3 with pip, torch, numpy and pytest
 #            figures    decode, prefill, modes, shapes and sweep
 #
 # Pairs:     decode     1 and 128 tokens on all GPUs, eager and in a graph
@@ -48,11 +50,11 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/tests/rows.sh"
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer)
+SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer python)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
   [checks]=585 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
-  [libfabric]=240 [sanitizer]=480
+  [libfabric]=240 [sanitizer]=480 [python]=540
 )
 
 program() {
@@ -97,6 +99,7 @@ build() {
       return 1
     fi
   done
+  wheel
   local nvcc="" commit
   # The nvcc that the kernels were built with, as build.rs noted it.
   [ ! -e "$made/kernels.key" ] || nvcc=$(cut -d ' ' -f 2- "$made/kernels.key")
@@ -110,6 +113,18 @@ build() {
     "$nvcc" -O3 -std=c++20 -arch=sm_90a "-DCOMMIT=\"$commit\"" -L "$(dirname "$nvcc")/../lib" \
       -o "$dir/$name" "$root/benches/$name.cu"
   done
+}
+
+# Builds the Python package's wheel into DIR, as tests/all.sh does.
+wheel() {
+  local maturin=$root/.venv-python/bin/maturin folder
+  folder=$(realpath "$dir")
+  rm -f "$dir"/tokenyard-*.whl
+  [ -x "$maturin" ] || maturin=$(command -v maturin) || {
+    echo "tests/gpu.sh: the wheel is left out, as maturin is neither in .venv-python nor on PATH" >&2
+    return 0
+  }
+  (cd "$root" && "$maturin" build --release --out "$folder")
 }
 
 # A bench whose results are compared in every iteration.
@@ -330,6 +345,38 @@ section_sanitizer() {
   else
     note memcheck-2 skipped "needs 2 GPUs"
   fi
+}
+
+# The GPU machine may have no network, so the wheel is installed into a folder, without what it needs.
+section_python() {
+  local wheel site missing sanitizer
+  wheel=$(printf '%s\n' "$dir"/tokenyard-*.whl | head -n 1)
+  if [ ! -e "$wheel" ]; then
+    note python skipped "needs the wheel, which build makes where maturin is"
+    return
+  fi
+  if ! missing=$(python3 -c 'import numpy, pip, pytest, torch; assert torch.cuda.is_available(), "torch sees no GPU"' 2>&1); then
+    note python skipped "needs python3 with pip, torch, numpy and pytest: $(tail -n 1 <<<"$missing")"
+    return
+  fi
+  row_limit=${LIMIT:-300}
+  site=$(mktemp -d)
+  check install python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheel"
+  # Ranks share a GPU, as in tests/python/test_gpu.py.
+  local run=(env PYTHONPATH="$site" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
+  local pytest=("${run[@]}" python3 -m pytest -q -rs -p no:cacheprovider --rootdir "$root")
+  check tests-gpu "${pytest[@]}" "$root/tests/python/test_gpu.py"
+  check tests "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
+  check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"
+  if sanitizer=$(PATH="$PATH:/usr/local/cuda/bin" command -v compute-sanitizer); then
+    # Each tensor is an allocation of its own, so that stores beside it are found. Kernels of torch load when used.
+    check memcheck env PYTHONPATH="$site" CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck \
+      --error-exitcode 9 --kernel-name kernel_substring=ty_ python3 -m pytest -q -p no:cacheprovider --rootdir "$root" \
+      -k "test_sanitized and cuda" "$root/tests/python/test_gpu.py"
+  else
+    note memcheck skipped "needs compute-sanitizer, of the CUDA toolkit"
+  fi
+  rm -rf "$site"
 }
 
 # The options of a pair's rows, a line each after the row's name.

@@ -267,6 +267,20 @@ pub fn new_stream() -> Result<sys::CUstream> {
     Ok(stream)
 }
 
+/// Asks the driver something while other streams may be captured, by whichever library and thread: of a thread that is
+/// not in relaxed mode it takes a query of a stream or an event for unsafe, refuses it, and ends those captures.
+pub fn beside_captures<T>(ask: impl FnOnce() -> T) -> T {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the variable outlives the call, which stores the thread's former mode there.
+    let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) } == CUresult::CUDA_SUCCESS;
+    let answer = ask();
+    if exchanged {
+        // SAFETY: as above; `mode` is the driver's own value.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    }
+    answer
+}
+
 /// Polls until all work of `stream` is done; ends where an interrupt is raised.
 ///
 /// # Safety
@@ -274,7 +288,7 @@ pub fn new_stream() -> Result<sys::CUstream> {
 pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Duration) -> Result<()> {
     let done = wait::poll_unless(site, timeout, wait::STREAM_LEFT, || {
         // SAFETY: the caller vouches for the stream.
-        match unsafe { sys::cuStreamQuery(stream) } {
+        match beside_captures(|| unsafe { sys::cuStreamQuery(stream) }) {
             CUresult::CUDA_SUCCESS => Some(Ok(())),
             CUresult::CUDA_ERROR_NOT_READY => None,
             code => Some(Err(failure(code, "the stream's work"))),

@@ -175,7 +175,7 @@ impl CudaDevice {
         let _current = self.enter()?;
         let staging = lock(&self.staging);
         // SAFETY: the stream lives as long as self and is never captured.
-        match unsafe { sys::cuStreamQuery(staging.stream) } {
+        match driver::beside_captures(|| unsafe { sys::cuStreamQuery(staging.stream) }) {
             CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => Ok(()),
             code => Err(failure(code, "checking the GPU")),
         }

@@ -257,7 +257,7 @@ impl CudaStream {
         }
         let Ok(_current) = self.device.enter() else { return false };
         // SAFETY: the stream is live and does not capture.
-        unsafe { sys::cuStreamQuery(self.raw) == sys::CUresult::CUDA_SUCCESS }
+        driver::beside_captures(|| unsafe { sys::cuStreamQuery(self.raw) }) == sys::CUresult::CUDA_SUCCESS
     }
 
     pub(super) fn raw(&self) -> u64 {
@@ -352,7 +352,7 @@ impl CudaEvent {
         let _current = self.device.enter()?;
         let done = wait::poll("event", timeout, || {
             // SAFETY: the event is live as long as self, and was recorded outside of any capture.
-            match unsafe { sys::cuEventQuery(self.raw) } {
+            match driver::beside_captures(|| unsafe { sys::cuEventQuery(self.raw) }) {
                 sys::CUresult::CUDA_SUCCESS => Some(Ok(())),
                 sys::CUresult::CUDA_ERROR_NOT_READY => None,
                 code => Some(Err(driver::failure(code, "the work before an event"))),

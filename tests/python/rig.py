@@ -1,6 +1,7 @@
 """Ranks as threads, a plain reference of dispatch and combine, and inputs with experts and weights that differ."""
 
 import threading
+import traceback
 
 import numpy as np
 
@@ -15,6 +16,9 @@ def in_ranks(worlds, work):
         try:
             results[rank] = work(worlds[rank])
         except BaseException as failure:  # noqa: BLE001: raised again below
+            # At once, too: other ranks may wait for this one for long. Its frames hold contexts, and pytest holds it.
+            traceback.print_exc()
+            traceback.clear_frames(failure.__traceback__)
             failures.append(failure)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(worlds))]

@@ -216,6 +216,17 @@ def test_the_program_runs_with_ranks_as_threads_and_as_processes():
     assert ended.returncode == 2 and "--wold" in ended.stderr, ended
 
 
+def test_ranks_that_are_processes_are_started_by_the_command_of_a_target_folder(tmp_path):
+    """pip --target puts the command into the folder's bin, not beside the interpreter."""
+    (tmp_path / "tokenyard").symlink_to(os.path.dirname(tokenyard.__file__))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tokenyard").touch(mode=0o755)
+    program = "import sys; sys.executable = '/nowhere/python'; from tokenyard.__main__ import command; print(command())"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(tmp_path / "bin" / "tokenyard")
+
+
 def test_ctrl_c_in_an_all_gather_is_ctrl_c_and_other_exceptions_are_causes():
     def interrupted(what, own, seconds):
         raise KeyboardInterrupt

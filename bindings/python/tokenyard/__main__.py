@@ -3,8 +3,20 @@
 import os
 import signal
 import sys
+from typing import Optional
 
 from ._native import run_program
+
+
+def command() -> Optional[str]:
+    """The command that the package installs, by which a rank that is a process is started.
+
+    It is beside the interpreter, or, where pip was given a folder by --target, in that folder's bin.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    places = [os.path.dirname(sys.executable), os.path.join(folder, "bin")]
+    found = (os.path.join(place, "tokenyard") for place in places)
+    return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
 def main() -> int:
@@ -15,9 +27,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Kernels of ranks that share a GPU wait for one another, so their streams must not share one of its queues.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # The command that the package installs beside the interpreter; a rank that is a process is started by it.
-    command = os.path.join(os.path.dirname(sys.executable), "tokenyard")
-    return run_program(sys.argv[1:], command if os.access(command, os.X_OK) else None)
+    return run_program(sys.argv[1:], command())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from typing import Any, Callable, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
+from contextlib import nullcontext
+from typing import (
+    Any, Callable, ContextManager, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple,
+)
 
 from . import _native
 from ._native import CombineSent, Format, Handle, Output, RankMask, Sent
@@ -56,7 +59,7 @@ class AllToAll:
 
     On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
     current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
-    flight belong to them as to any work of their stream.
+    flight belong to them as to any work of their stream, and arrays that a call makes to the stream of the call.
     """
 
     def __init__(
@@ -237,9 +240,10 @@ class AllToAll:
             given = dict(scales=scales, count=count, payload=payload, format=format)
             return self._dispatch_exact(x, topk_idx, topk_weights, given, stream, layout, align, also)
         words = _words(payload)
-        output, got = self.output(
-            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
-        )
+        with _owner(x, stream):
+            output, got = self.output(
+                x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
+            )
         try:
             handle = self.dispatch_into(
                 output, x, topk_idx, topk_weights, scales=scales, count=count, payload=payload, format=format,
@@ -264,8 +268,9 @@ class AllToAll:
         also: Iterable[str],
     ) -> Dispatched:
         failure: Optional[_native.Error] = None
+        on = _stream(x, stream)
         try:
-            sent = self.dispatch_send(x, topk_idx, topk_weights, counts=True, stream=stream, **given)
+            sent = self.dispatch_send(x, topk_idx, topk_weights, counts=True, stream=on, **given)
         except _native.Error as error:
             if not hasattr(error, "sent"):
                 raise
@@ -273,10 +278,11 @@ class AllToAll:
             failure, sent = error, error.sent
         capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
         words, format = _words(given["payload"]), given["format"]
-        output, got = self.output(
-            x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
-        )
-        got = got._replace(handle=self.dispatch_recv(sent, output, stream=stream))
+        with _owner(x, stream):
+            output, got = self.output(
+                x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
+            )
+        got = got._replace(handle=self.dispatch_recv(sent, output, stream=on))
         if failure is not None:
             failure.dispatched = got
             raise failure
@@ -359,7 +365,7 @@ class AllToAll:
         )
 
     def dispatch_recv(self, sent: Sent, output: Output, *, stream: Any = None) -> Handle:
-        """The receiving half, once for each `sent`. `stream`: by default the one that is current in torch."""
+        """The receiving half, once for each `sent`. `stream`: by default the one that is current in torch, else in cupy."""
         on = self._current() if stream is None else _stream(None, stream)
         return self._context.dispatch_recv(sent, output, stream=on)
 
@@ -390,7 +396,8 @@ class AllToAll:
         if out is None:
             format = handle.format
             shape = (handle.tokens if tokens is None else tokens, format.hidden)
-            out = _maker(rows)(shape, dtype or format.combine_dtype)
+            with _owner(rows, stream):
+                out = _maker(rows)(shape, dtype or format.combine_dtype)
         on = _stream(rows, stream)
         self._context.combine(
             rows, handle, out, topk_weights=topk_weights, accumulate=accumulate, payload=payload,
@@ -431,9 +438,11 @@ class AllToAll:
         self._context.check()
 
     def _current(self) -> int:
-        torch = sys.modules.get("torch")
-        if torch is None or self._context.on_cpu:
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        if self._context.on_cpu or (torch is None and cupy is None):
             return 0
+        if torch is None:
+            return int(cupy.cuda.get_current_stream().ptr)  # type: ignore[union-attr]
         return int(torch.cuda.current_stream(self._context.ordinal).cuda_stream)
 
 
@@ -469,3 +478,21 @@ def _stream(array: Any, given: Any) -> int:
     if cupy is not None and hasattr(array, "__cuda_array_interface__"):
         return int(cupy.cuda.get_current_stream().ptr)
     return 0
+
+
+def _owner(like: Any, stream: Any) -> ContextManager[Any]:
+    """Makes a stream given current, so that arrays made meanwhile are its own.
+
+    Memory of another stream's may still be in use there: libraries reuse it as soon as their own stream's work is enqueued.
+    """
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    owner: ContextManager[Any] = nullcontext()
+    if stream is None:
+        return owner
+    if torch is not None and isinstance(like, torch.Tensor):
+        if like.is_cuda:
+            same = isinstance(stream, torch.cuda.Stream)
+            owner = torch.cuda.stream(stream if same else torch.cuda.ExternalStream(_stream(None, stream), like.device))
+    elif cupy is not None and hasattr(like, "__cuda_array_interface__"):
+        owner = cupy.cuda.ExternalStream(_stream(None, stream))
+    return owner

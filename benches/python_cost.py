@@ -1,0 +1,213 @@
+"""What calls through the Python package cost on a GPU: the host's time of eager calls, and a graph's replay.
+
+    python3 benches/python_cost.py [--ranks 1,2] [--calls 2000] [--tokens 128] [--replays 300] [--json FILE] [--device cpu]
+
+A rank is a thread; all share one GPU. The host's time is that around a call, the device's work excluded: every few calls
+the host waits for the device outside of the clock, so that no call waits for room in the launch queue. Beside it, a call of
+torch that launches one small kernel, and one that allocates. The graph holds a dispatch and a combine; beside its replay
+stands what the program measures of the same shape (`bench --mode graph`), whose dispatch and combine are timed apart.
+DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+# Before CUDA starts: kernels of ranks that share a GPU wait for one another, so their streams need hardware queues of
+# their own, and no kernel may be loaded meanwhile.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+import torch  # noqa: E402
+
+import tokenyard  # noqa: E402
+
+SHAPE = dict(hidden=7168, experts=256, top_k=8)
+# Calls between two waits for the device; each is a few launches, and the queue has room for a thousand.
+BURST = 16
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--replays", type=int, default=300)
+    parser.add_argument("--json")
+    parser.add_argument("--device", default="cuda:0", choices=["cuda:0", "cpu"], help="cpu: to try the script itself")
+    return parser.parse_args()
+
+
+class Rank:
+    """A rank's context and arrays."""
+
+    def __init__(self, world, args):
+        draw = torch.Generator().manual_seed(world.rank)
+        self.world, self.args, self.on_gpu = world, args, args.device != "cpu"
+        # Blocks wait for those of other ranks: those of all ranks that share the GPU must fit at once, as in the program.
+        sms = (torch.cuda.get_device_properties(0).multi_processor_count - 4) // world.size if self.on_gpu and world.size > 1 else None
+        self.ep = tokenyard.AllToAll(world, **SHAPE, max_tokens_per_rank=args.tokens, device=args.device, dtype="fp8",
+                                     scales="fp32", sms=sms)
+        self.x = torch.randn((args.tokens, SHAPE["hidden"]), generator=draw).to(torch.float8_e4m3fn).to(args.device)
+        self.scales = torch.rand((args.tokens, SHAPE["hidden"] // 128), generator=draw).to(args.device)
+        ids = [torch.randperm(SHAPE["experts"], generator=draw)[: SHAPE["top_k"]] for _ in range(args.tokens)]
+        self.ids = torch.stack(ids).to(args.device)
+        self.weights = torch.rand(self.ids.shape, generator=draw).to(args.device)
+        self.output, self.got = self.ep.output(self.x)
+        self.rows = torch.zeros(self.got.rows.shape, dtype=torch.bfloat16, device=args.device)
+        self.out = torch.empty((args.tokens, SHAPE["hidden"]), dtype=torch.bfloat16, device=args.device)
+        self.small = torch.zeros(1, device=args.device)
+
+    def dispatch(self):
+        return self.ep.dispatch(self.x, self.ids, self.weights, scales=self.scales)
+
+    def dispatch_into(self):
+        return self.ep.dispatch_into(self.output, self.x, self.ids, self.weights, scales=self.scales)
+
+    def combine(self, handle):
+        self.ep.combine(self.rows, handle, self.out)
+
+    def wait(self):
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self.ep.check()
+
+    def host_times(self):
+        """Nanoseconds of each call, by name."""
+        times = {name: [] for name in ("dispatch", "dispatch_into", "combine", "torch add_", "torch empty")}
+        clock = time.perf_counter_ns
+        for call in range(self.args.calls + 50):
+            if call % BURST == 0:
+                self.wait()
+                self.world.barrier()
+            marks = [clock()]
+            got = self.dispatch()
+            marks.append(clock())
+            handle = self.dispatch_into()
+            marks.append(clock())
+            self.combine(handle)
+            marks.append(clock())
+            self.small.add_(1.0)
+            marks.append(clock())
+            torch.empty((1,), device=self.args.device)
+            marks.append(clock())
+            del got, handle
+            if call >= 50:
+                for name, begin, end in zip(times, marks, marks[1:]):
+                    times[name].append(end - begin)
+        self.wait()
+        return {name: quantiles(values) for name, values in times.items()}
+
+    def replay_time(self, lock):
+        """Microseconds of a replay of dispatch and combine, on the device, and of the call that launches it, on the host."""
+        stream = torch.cuda.current_stream()
+        self.combine(self.dispatch_into())
+        self.wait()
+        self.world.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with lock, torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            handle = self.dispatch_into()
+            self.combine(handle)
+        self.world.barrier()
+        host, bursts = [], []
+        for burst in range(1 + self.args.replays // 100):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.wait()
+            self.world.barrier()
+            begin.record(stream)
+            for _ in range(100):
+                before = time.perf_counter_ns()
+                graph.replay()
+                host.append(time.perf_counter_ns() - before)
+            end.record(stream)
+            self.wait()
+            bursts.append(begin.elapsed_time(end) * 10)
+        del handle
+        self.world.barrier()
+        # The first hundred are to warm up.
+        return {"device_us": statistics.median(bursts[1:]), "host_us": quantiles(host[100:])}
+
+
+def quantiles(nanoseconds):
+    ordered = sorted(nanoseconds)
+    return {"p50": statistics.median(ordered) / 1000, "p99": ordered[len(ordered) * 99 // 100] / 1000}
+
+
+def in_threads(ranks, work):
+    """`work(world)` of each rank in a thread, on a stream of its own."""
+    results, failures = [None] * ranks, []
+
+    def run(world, stream):
+        try:
+            with torch.cuda.stream(stream):
+                results[world.rank] = work(world)
+        except BaseException as failure:  # noqa: BLE001: raised again below
+            failures.append(failure)
+
+    # None leaves the current stream as it is.
+    streams = [torch.cuda.Stream(0) if torch.cuda.is_available() else None for _ in range(ranks)]
+    threads = [threading.Thread(target=run, args=each) for each in zip(tokenyard.World.threads(ranks), streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results
+
+
+def programs(ranks, args):
+    """What the program measures in a graph: microseconds of dispatch and combine."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "bench.json")
+        command = [sys.executable, "-m", "tokenyard", "bench", "--device", "cuda", "--world", str(ranks), "--tokens", str(args.tokens)]
+        subprocess.run([*command, "--mode", "graph", "--iters", str(args.replays), "--check", "first", "--json", path], check=True,
+                       stdout=subprocess.DEVNULL)
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    found = found.get("results", [found])[0]
+    return {"dispatch": found["dispatch_us"]["p50"], "combine": found["combine_us"]["p50"]}
+
+
+def main():
+    args = arguments()
+    results = []
+    for ranks in (int(n) for n in args.ranks.split(",")):
+        lock = threading.Lock()
+
+        def work(world):
+            rank = Rank(world, args)
+            host = rank.host_times()
+            replay = rank.replay_time(lock) if rank.on_gpu else None
+            world.barrier()
+            return host, replay
+
+        host, replay = in_threads(ranks, work)[0]
+        result = {"ranks": ranks, "tokens": args.tokens, "calls": args.calls, "host_us": host, "replay": replay}
+        print(f"{ranks} rank{'s' if ranks > 1 else ''} of {args.tokens} tokens")
+        for name, times in host.items():
+            print(f"  host    {name:<14} p50 {times['p50']:8.1f} us   p99 {times['p99']:8.1f} us")
+        if replay is not None:
+            program = result["program_graph_us"] = programs(ranks, args)
+            both = program["dispatch"] + program["combine"]
+            print(f"  replay  both           p50 {replay['device_us']:8.1f} us on the device, "
+                  f"p50 {replay['host_us']['p50']:.1f} us of the host")
+            print(f"  program in a graph     p50 {both:8.1f} us ({program['dispatch']:.1f} + {program['combine']:.1f}): "
+                  f"the replay takes {replay['device_us'] / both:.2f} of it")
+        results.append(result)
+    found = {"version": tokenyard.__version__, "torch": torch.__version__, "results": results}
+    if args.device != "cpu":
+        found["gpu"] = torch.cuda.get_device_name(0)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
