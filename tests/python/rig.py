@@ -75,9 +75,18 @@ class Case:
         return out
 
 
+def settle(device):
+    """Waits for the current stream of a GPU. Before anything is copied from it where ranks share it: a copy to pageable
+    memory holds the driver, while the work that it waits for may wait for another rank."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+
 def poisoned(shape, dtype=np.float32):
     """An array of NaNs, or of -77."""
     return np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else -77, dtype=dtype)
 
 
-__all__ = ["Case", "in_ranks", "poisoned", "tokenyard"]
+__all__ = ["Case", "in_ranks", "poisoned", "settle", "tokenyard"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import in_ranks
+from rig import in_ranks, settle
 from test_torch import free_port
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
@@ -84,6 +84,7 @@ def bits(tensor):
 
 
 def same(found, wanted):
+    settle(DEVICE)
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
     assert torch.equal(bits(found.contiguous()), bits(wanted.contiguous().to(found.device)))
 
@@ -112,9 +113,11 @@ def dispatched(buffer, tokens, x, weights=True, **how):
     of_rank, of_rdma_rank, of_expert, named, _ = buffer.get_dispatch_layout(tokens.ids[r], EXPERTS)
     assert of_rdma_rank is None
     given = dict(topk_idx=tokens.ids[r], topk_weights=tokens.weights[r] if weights else None) | how
-    return buffer.dispatch(
+    got = buffer.dispatch(
         x, num_tokens_per_rank=of_rank, is_token_in_rank=named, num_tokens_per_expert=of_expert, **given
     )
+    settle(DEVICE)
+    return got
 
 
 def test_the_layout_of_a_dispatch():
@@ -145,6 +148,7 @@ def test_normal_calls(kind, duplicates):
                 buffer, tokens, given, expert_alignment=alignment, async_finish=True, previous_event=buffer.capture()
             )
             event.current_stream_wait()
+            settle(DEVICE)
             rows = tokens.received(r)
             members = list(zip(got, given)) if isinstance(given, tuple) else [(got, given)]
             for i, (member, own) in enumerate(members):
@@ -271,6 +275,7 @@ def low_latency(buffer, tokens, hooks, n=16, fp8=True, **how):
         use_fp8=fp8, async_finish=not hooks, return_recv_hook=hooks, **how,
     )
     hook() if hooks else event.current_stream_wait()
+    settle(DEVICE)
     rows, scales = got if fp8 else (got, None)
     assert rows.shape == (LOCAL, RANKS * n, HIDDEN) and handle[2:] == (n, HIDDEN, EXPERTS)
     kind = "ue8m0" if how.get("use_ue8m0") else "rounded" if how.get("round_scale") else "fp32 scales"
@@ -308,6 +313,7 @@ def low_latency_combined(buffer, tokens, handle, hooks, n=16):
         combine_wait_recv_cost_stats=times,
     )
     hook() if hooks else event.current_stream_wait()
+    settle(DEVICE)
     assert out is None or y is out
     used = torch.where(tokens.ids[r] >= 0, tokens.weights[r], 0.0).double()
     terms = torch.round(tokens.x[r]).double().abs() * (used * (tokens.ids[r] + 1)).sum(1, keepdim=True)
@@ -339,7 +345,9 @@ def test_low_latency_and_normal_calls_alternate_and_two_handles_live():
             buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
             low_latency_combined(buffer, second, two, True)
             low_latency_combined(buffer, first, one, False)
+            settle(DEVICE)
             y, _, _ = buffer.combine(torch.ones((len(second.received(buffer.rank)), HIDDEN), device=DEVICE).bfloat16(), handle)
+            settle(DEVICE)
             assert torch.equal(y[:, 0], second.named(buffer.rank).sum(1).bfloat16())
             assert buffer.get_next_low_latency_combine_buffer(one).shape == (LOCAL, 16 * RANKS, HIDDEN)
 
@@ -361,6 +369,7 @@ def test_a_masked_rank_is_gone_on_without():
                 tokens.x[buffer.rank].bfloat16(), tokens.ids[buffer.rank], 16, EXPERTS, return_recv_hook=True
             )
             hook()
+            settle(DEVICE)
             assert counts.tolist() == [
                 sum(s != 2 for s, _ in tokens.of_expert(buffer.rank * LOCAL + e)) for e in range(LOCAL)
             ]

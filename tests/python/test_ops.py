@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import Case, in_ranks
+from rig import Case, in_ranks, settle
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch
@@ -55,6 +55,7 @@ def factor(expert, hidden, dtype=torch.float32, device=DEVICE):
 
 def by_expert(got, experts, layout):
     """The slices of the rows of each local expert."""
+    settle(DEVICE)
     for i, expert in enumerate(experts):
         if layout == "masked":
             yield expert, (i, slice(0, int(got.counts[i])))
@@ -96,6 +97,7 @@ def towards(case, rank):
 def near(found, wanted, terms):
     """Equal but for the rounding of fp32 sums of so many terms, which are below 16."""
     assert found.shape == wanted.shape
+    settle(DEVICE)
     difference = (found.detach().double().cpu() - wanted.detach().cpu()).abs()
     assert difference.numel() == 0 or float(difference.max()) <= terms * 16 * 2.0**-24, float(difference.max())
 
@@ -119,6 +121,7 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
         for _ in range(2):
             x.grad = w.grad = None
             got = ops.dispatch(ep, x, ids, w, layout=layout, exact=exact, align=1)
+            settle(DEVICE)
             if got.row_weights is not None:
                 rows = sum(len(case.rows_of(e)) for e in ep.local_experts) if not duplicates else None
                 used = int((got.row_weights != 0).sum())
