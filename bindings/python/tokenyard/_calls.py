@@ -93,8 +93,9 @@ class AllToAll:
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
             weights=weights,
         )
+        room_for = list(room_for)
         self._context = _native.Context(
-            world, self._format, experts=experts, top_k=top_k, device=device, room_for=list(room_for), timeout=timeout,
+            world, self._format, experts=experts, top_k=top_k, device=device, room_for=room_for, timeout=timeout,
             sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
             dispatch_payload_words=dispatch_payload_words, missing_ranks=missing_ranks, partial=partial,
             round_tokens=round_tokens, handles=handles, handle_rows=handle_rows,
@@ -199,6 +200,9 @@ class AllToAll:
         all_rows = experts * capacity if layout == "masked" else capacity
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
+        also = [also] if isinstance(also, str) else list(also)
+        if unknown := [name for name in also if name not in sizes]:
+            raise ValueError(f"also has {unknown[0]!r}: give some of {', '.join(sizes)}")
         further = {name: make(*sizes[name]) for name in also}
         output = Output(layout, rows, counts, align=align, **more, **further)
         got = Dispatched(
@@ -463,8 +467,9 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
 
 
 def _words(payload: Any) -> int:
-    """Words of each token."""
-    return 0 if payload is None else int(payload.shape[-1])
+    """Words of each token; 0 of what is no array, which the call refuses."""
+    shape = getattr(payload, "shape", ())
+    return int(shape[-1]) if shape else 0
 
 
 def _stream(array: Any, given: Any) -> int:
