@@ -15,7 +15,7 @@ use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokenyard::{
-    CallFormat, Combined, Device, DeviceKind, Dtype, Rank, Rows, Stream, TokenPayload, View,
+    CallFormat, Combined, Device, DeviceKind, Dtype, MissingRanks, Rank, Rows, Stream, TokenPayload, View,
 };
 
 /// Dispatch and combine over one world: `tokenyard.AllToAll` has one and makes outputs for it.
@@ -32,7 +32,8 @@ pub(super) struct Context {
     call: Exclusive,
     /// What calls use whose wait ended before they did.
     in_use: Mutex<Vec<Py<PyAny>>>,
-    timeout: Duration,
+    /// Longer than any call takes.
+    patience: Duration,
     top_k: usize,
     ranks: usize,
     /// Of calls that do not state one.
@@ -144,7 +145,6 @@ impl Context {
             .quantize(own.quantize)
             .combine_dtype(own.combine_dtype)
             .weights(own.weights)
-            .missing_ranks(calls::missing_ranks(missing_ranks)?)
             .timeout(timeout)
             .tuning(|tuning| {
                 (tuning.duplicates, tuning.partial, tuning.round_tokens) = (duplicates, partial, round_tokens);
@@ -161,14 +161,18 @@ impl Context {
             let placement = tokenyard::Placement::table(table, world.inner.size());
             builder = builder.placement(placement.map_err(|error| errors::raised(py, &error))?);
         }
-        let ep = errors::wait(py, || builder.build())?;
+        let missing = calls::missing_ranks(missing_ranks)?;
+        let ep = errors::wait(py, || builder.missing_ranks(missing).build())?;
         let stream = device.new_stream().map_err(|error| errors::raised(py, &error))?;
         let own = world.inner.original(world.inner.rank()).index();
         let local_experts = ep.placement().local_experts(own).to_vec();
+        // Ranks that wait for each other show signs of life, and then count as missing after eight deadlines.
+        let deadlines = if missing == MissingRanks::Fatal { 2 } else { 20 };
+        let patience = timeout.saturating_mul(deadlines).saturating_add(Duration::from_secs(1));
         let ranks = world.inner.size();
         let (ep, call, in_use) = (Detached::new(ep), Exclusive::default(), Mutex::default());
         let format = format.clone();
-        Ok(Context { ep, device, stream, call, in_use, timeout, top_k, ranks, format, local_experts })
+        Ok(Context { ep, device, stream, call, in_use, patience, top_k, ranks, format, local_experts })
     }
 
     /// The format of calls that do not state one.
@@ -509,7 +513,7 @@ impl Drop for Context {
         if self.ep.must_be_of_this_process("context").is_err() {
             return std::mem::forget(in_use);
         }
-        let (stream, patience) = (self.stream.clone(), self.patience());
+        let (stream, patience) = (self.stream.clone(), self.patience);
         let ended = Python::try_attach(|py| py.detach(|| stream.synchronize(patience).is_ok()));
         if ended != Some(true) {
             std::mem::forget(in_use);
@@ -549,7 +553,7 @@ impl Context {
             return Ok(());
         }
         // A call ends by its own deadline, which the device keeps.
-        let waited = errors::wait(py, || self.stream.synchronize(self.patience()));
+        let waited = errors::wait(py, || self.stream.synchronize(self.patience));
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if waited.is_err() {
             // By a signal, say: work goes on, in arrays that the caller may let go of.
@@ -565,11 +569,6 @@ impl Context {
     /// Raises what calls found.
     fn found(&self, py: Python<'_>) -> PyResult<()> {
         self.ep.check().map_err(|error| errors::raised(py, &error))
-    }
-
-    /// Longer than any call takes.
-    fn patience(&self) -> Duration {
-        self.timeout.saturating_mul(2).saturating_add(Duration::from_secs(1))
     }
 
     /// A call of this format.

@@ -100,7 +100,9 @@ class AllToAll:
             dispatch_payload_words=dispatch_payload_words, missing_ranks=missing_ranks, partial=partial,
             round_tokens=round_tokens, handles=handles, handle_rows=handle_rows,
         )
-        self._top_k, self._timeout, self._ranks, self._duplicates = top_k, timeout, world.size, duplicates
+        self._top_k, self._ranks, self._duplicates = top_k, world.size, duplicates
+        # Ranks that wait for each other count as missing after eight deadlines.
+        self._timeout = timeout if missing_ranks == "fatal" else min(20 * timeout, 1e9)
         self._experts = self._context.local_experts
         self._formats = (self._format, *room_for)
         # What functions that torch compiles ask of formats, which they cannot look into.
@@ -337,7 +339,8 @@ class AllToAll:
     def counts(self, sent: Sent, seconds: Optional[float] = None) -> Tuple[List[int], List[int]]:
         """Waits until the counts of a sent dispatch are known: rows of each local expert, and rows from each rank.
 
-        The second list counts tokens, which are rows in the token layout. `seconds`: by default the context's timeout.
+        The second list counts tokens, which are rows in the token layout. `seconds`: by default the
+        context's timeout, or 20 times as long where calls go on without missing ranks.
         """
         return self._context.counts(sent, self._timeout if seconds is None else seconds)
 
