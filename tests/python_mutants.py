@@ -51,13 +51,14 @@ MUTANTS = [
     ("handles kept for good", OPS, "            del _KEPT[key]", "            pass", OPERATORS),
     ("capacity for one choice of each token", CALLS, "min(self._top_k, experts)", "1", PLAIN),
     ("counts taken without their alignment", CALLS, "sum(-(-rows // align) * align for rows in experts)", "sum(experts)", PLAIN),
-    ("strides of scales exchanged", ARGUMENTS, "scales.view(device)?, token_bytes, word_bytes", "scales.view(device)?, word_bytes, token_bytes",
+    ("strides of scales exchanged", ARGUMENTS, "call.view(&scales)?, token_bytes, word_bytes", "call.view(&scales)?, word_bytes, token_bytes",
      DEEP_EP),
-    ("a payload left behind", ARGUMENTS, "    Ok(to.payload(payload))\n", "    let _ = payload;\n    Ok(to)\n", OPERATORS),
-    ("calls not waited for", CONTEXT, "errors::wait(py, || self.stream.synchronize(self.patience()))", "Ok(())", PLAIN),
+    ("a payload left behind", ARGUMENTS, "    Ok((to.payload(payload), tokens))\n", "    let _ = payload;\n    Ok((to, tokens))\n", OPERATORS),
+    ("calls not waited for", CONTEXT, "errors::wait(py, || self.stream.synchronize(self.patience))", "Ok(())", PLAIN),
     ("gaps between rows not seen", ARRAYS, "Ok((self.len() > 1).then_some(rows_apart))", "Ok(Some(rows_apart).filter(|_| false))", PLAIN),
     ("sums written over what was there", CONTEXT, ".accumulate(accumulate)", ".accumulate(accumulate && false)", DEEP_EP),
     ("new rows in the context's format", CONTEXT, "format.unwrap_or(&handle.format)", "format.unwrap_or(&self.format)", PLAIN),
+    ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 
 

@@ -1,11 +1,22 @@
 """Ranks as threads, a plain reference of dispatch and combine, and inputs with experts and weights that differ."""
 
+import os
 import threading
 import traceback
 
 import numpy as np
+import pytest
 
 import tokenyard
+
+
+def the_torch():
+    """torch, without which a test is skipped, or fails under `TOKENYARD_STRICT`."""
+    if os.environ.get("TOKENYARD_STRICT") == "1":
+        import torch
+
+        return torch
+    return pytest.importorskip("torch")
 
 
 def in_ranks(worlds, work):
@@ -89,4 +100,4 @@ def poisoned(shape, dtype=np.float32):
     return np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else -77, dtype=dtype)
 
 
-__all__ = ["Case", "in_ranks", "poisoned", "settle", "tokenyard"]
+__all__ = ["Case", "in_ranks", "poisoned", "settle", "the_torch", "tokenyard"]

@@ -104,7 +104,7 @@ pub(super) struct Array {
     name: &'static str,
     owner: Py<PyAny>,
     /// What keeps the memory of an array that DLPack describes.
-    _capsule: Option<Py<PyCapsule>>,
+    pub capsule: Option<Py<PyCapsule>>,
     pointer: u64,
     shape: Vec<usize>,
     /// In bytes.
@@ -128,7 +128,7 @@ impl Array {
             return Array::of_interface(name, value, &interface, Place::Cpu, writes);
         }
         if value.hasattr(intern!(py, "__dlpack__"))? {
-            return Array::of_dlpack(name, value);
+            return Array::of_dlpack(name, value, writes);
         }
         Err(PyTypeError::new_err(format!(
             "{name} is a {}: give a torch tensor, or an array with __array_interface__, __cuda_array_interface__ or \
@@ -137,11 +137,12 @@ impl Array {
         )))
     }
 
-    fn of_dlpack(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Array> {
-        let (capsule, dlpack::Described { pointer, shape, strides, element, place }) = dlpack::described(name, value)?;
+    fn of_dlpack(name: &'static str, value: &Bound<'_, PyAny>, writes: bool) -> PyResult<Array> {
+        let (capsule, dlpack::Described { pointer, shape, strides, element, place }) =
+            dlpack::described(name, value, writes)?;
         let strides = strides.unwrap_or_else(|| packed(&shape, element.bytes()));
         let (owner, capsule) = (value.clone().unbind(), Some(capsule.unbind()));
-        Ok(Array { name, owner, _capsule: capsule, pointer, shape, strides, element, place })
+        Ok(Array { name, owner, capsule, pointer, shape, strides, element, place })
     }
 
     /// An array without gaps whose elements are of one of these types.
@@ -174,7 +175,7 @@ impl Array {
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
         strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
-        Ok(Array { name, owner: tensor.clone().unbind(), _capsule: None, pointer, shape, strides, element, place })
+        Ok(Array { name, owner: tensor.clone().unbind(), capsule: None, pointer, shape, strides, element, place })
     }
 
     fn of_interface(
@@ -210,13 +211,15 @@ impl Array {
             }
             None => packed(&shape, element.bytes()),
         };
-        Ok(Array { name, owner: value.clone().unbind(), _capsule: None, pointer, shape, strides, element, place })
+        Ok(Array { name, owner: value.clone().unbind(), capsule: None, pointer, shape, strides, element, place })
     }
 
     /// The same array as it is now: torch can give a tensor other memory. Refuses another shape, stride or type.
     pub fn renewed(&self, py: Python<'_>) -> PyResult<Array> {
         let now = Array::of(self.name, self.owner.bind(py), true)?;
-        if (&now.shape, &now.strides, now.element) != (&self.shape, &self.strides, self.element) {
+        // An array that DLPack describes is where it was: another place is that of a copy, or no longer the producer's.
+        let moved = now.capsule.is_some() && now.pointer != self.pointer;
+        if moved || (&now.shape, &now.strides, now.element) != (&self.shape, &self.strides, self.element) {
             let name = self.name;
             return Err(PyValueError::new_err(format!("{name} has changed since the output was made: make a new one")));
         }
@@ -249,6 +252,30 @@ impl Array {
             return Ok(());
         }
         Err(PyValueError::new_err(format!("{} has the shape {:?}: give {shape:?}", self.name, self.shape)))
+    }
+
+    /// Refuses another length of the last dimension.
+    pub fn must_have_columns(&self, columns: usize) -> PyResult<()> {
+        if self.shape.last() == Some(&columns) {
+            return Ok(());
+        }
+        self.must_be_shaped(&[self.places(), &[columns]].concat())
+    }
+
+    /// Refuses what does not lie beside rows: in the shape of the rows but for the columns, or row after row.
+    pub fn must_be_beside(&self, rows: &[usize], columns: usize) -> PyResult<()> {
+        let all = rows.iter().fold(1usize, |all, length| all.saturating_mul(*length));
+        if self.shape == [all, columns] { Ok(()) } else { self.must_be_shaped(&[rows, &[columns]].concat()) }
+    }
+
+    /// Length of the last dimension.
+    pub fn columns(&self) -> usize {
+        self.shape.last().copied().unwrap_or(0)
+    }
+
+    /// Lengths of the dimensions before the last.
+    pub fn places(&self) -> &[usize] {
+        self.shape.split_last().map_or(&[], |(_, places)| places)
     }
 
     /// Refuses elements of another type.

@@ -5,6 +5,7 @@ use super::errors;
 use super::formats::Format;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use std::cell::RefCell;
 use tokenyard::{
     Device, Dtype, IndexType, Layout, MissingRanks, NewRows, Partial, Payload, Placed, RowFormat, ScaleOrder,
     ScaleView, Scales, Strides, TokenCount, TokenPayload, View, Weights,
@@ -67,6 +68,30 @@ pub(super) fn partial(given: &str) -> PyResult<Partial> {
     }
 }
 
+/// A call under way: what its arguments are to fit, and what their memory lasts as long as.
+pub(super) struct Call<'a> {
+    pub py: Python<'a>,
+    pub device: &'a Device,
+    pub format: &'a Format,
+    pub top_k: usize,
+    /// Ranks of the world.
+    pub ranks: usize,
+    /// Ranks of the first generation, which tokens may name.
+    pub first_ranks: usize,
+    /// Of the arrays that DLPack describes.
+    pub capsules: RefCell<Vec<Py<PyAny>>>,
+}
+
+impl Call<'_> {
+    /// The memory of an array, of which a capsule is kept with the call.
+    pub fn view(&self, array: &Array) -> PyResult<View> {
+        let view = array.view(self.device)?;
+        let capsule = array.capsule.as_ref().map(|capsule| capsule.clone_ref(self.py).into_any());
+        self.capsules.borrow_mut().extend(capsule);
+        Ok(view)
+    }
+}
+
 /// Rows of the call's format and everything else that a dispatch reads.
 pub(super) struct Given<'a, 'py> {
     pub x: &'a Bound<'py, PyAny>,
@@ -80,10 +105,11 @@ pub(super) struct Given<'a, 'py> {
 }
 
 /// Rows of tokens.
-fn rows_of(x: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Array> {
+fn rows_of(x: &Bound<'_, PyAny>, format: &Format) -> PyResult<Array> {
     let x = Array::of("x", x, false)?;
     x.must_have(2)?;
-    x.must_be_rows_of(dtype)?;
+    x.must_be_rows_of(format.input())?;
+    x.must_have_columns(format.inner.hidden)?;
     Ok(x)
 }
 
@@ -95,93 +121,129 @@ fn scale_order(column_major: bool) -> ScaleOrder {
 }
 
 /// The number of tokens that an array on the device holds, or the number of rows.
-fn token_count(device: &Device, count: Option<&Bound<'_, PyAny>>, rows: usize) -> PyResult<TokenCount> {
+fn token_count(call: &Call<'_>, count: Option<&Bound<'_, PyAny>>, rows: usize) -> PyResult<TokenCount> {
     let Some(count) = count else { return Ok(TokenCount::Host(rows)) };
     let count = Array::of("count", count, false)?;
     count.must_be_shaped(&[1])?;
     count.must_hold(&[Element::I32])?;
-    Ok(TokenCount::Device(count.view(device)?))
+    Ok(TokenCount::Device(call.view(&count)?))
 }
 
-/// Scales of tokens.
-fn scale_view(device: &Device, scales: &Bound<'_, PyAny>) -> PyResult<ScaleView> {
+/// Scales of so many tokens.
+fn scale_view(call: &Call<'_>, scales: &Bound<'_, PyAny>, tokens: usize) -> PyResult<ScaleView> {
     let scales = Array::of("scales", scales, false)?;
-    scales.must_have(2)?;
     scales.must_hold(&SCALES)?;
+    // Without scales in the format the call refuses them.
+    let words = call.format.scale_words().or(scales.shape().last().copied()).unwrap_or(0);
+    scales.must_be_shaped(&[tokens, words])?;
     let (token_bytes, word_bytes) = scales.strides();
-    Ok(ScaleView::new(scales.view(device)?, token_bytes, word_bytes))
+    Ok(ScaleView::new(call.view(&scales)?, token_bytes, word_bytes))
 }
 
 /// Words of each of so many tokens.
-fn token_payload(device: &Device, payload: &Bound<'_, PyAny>, tokens: usize) -> PyResult<TokenPayload> {
+fn token_payload(call: &Call<'_>, payload: &Bound<'_, PyAny>, tokens: usize) -> PyResult<TokenPayload> {
     let payload = Array::whole("payload", payload, &[Element::Fp32], false)?;
     payload.must_have(2)?;
-    let words = payload.shape().last().copied().unwrap_or(0);
+    let words = payload.columns();
     payload.must_be_shaped(&[tokens, words])?;
-    Ok(TokenPayload { view: payload.view(device)?, words })
+    Ok(TokenPayload { view: call.view(&payload)?, words })
 }
 
-/// New rows of a dispatch by an earlier handle, of this format.
+/// New rows of a dispatch by an earlier handle.
 pub(super) fn new_rows(
-    device: &Device,
+    call: &Call<'_>,
     x: &Bound<'_, PyAny>,
     scales: Option<&Bound<'_, PyAny>>,
     count: Option<&Bound<'_, PyAny>>,
     payload: Option<&Bound<'_, PyAny>>,
-    format: &Format,
 ) -> PyResult<NewRows> {
-    let x = rows_of(x, format.input())?;
-    let to = NewRows::new(x.view(device)?, token_count(device, count, x.len())?).pitch_bytes(x.pitch()?);
+    let format = call.format;
+    let x = rows_of(x, format)?;
+    let to = NewRows::new(call.view(&x)?, token_count(call, count, x.len())?).pitch_bytes(x.pitch()?);
     let to = to.format(format.inner.rows).hidden(format.inner.hidden).quantize(format.inner.quantize);
-    let scales = scales.map(|scales| scale_view(device, scales)).transpose()?;
-    let payload = payload.map(|payload| token_payload(device, payload, x.len())).transpose()?;
+    let scales = scales.map(|scales| scale_view(call, scales, x.len())).transpose()?;
+    let payload = payload.map(|payload| token_payload(call, payload, x.len())).transpose()?;
     Ok(to.scales(scales).payload(payload))
 }
 
-/// Where they go. `dtype`: of the rows.
+/// Where they go: to these places, with so many words of a payload.
 pub(super) fn placed(
-    device: &Device,
+    call: &Call<'_>,
     rows: &Bound<'_, PyAny>,
     scales: Option<&Bound<'_, PyAny>>,
     column_major: bool,
     payload: Option<&Bound<'_, PyAny>>,
-    dtype: Dtype,
+    places: &[usize],
+    words: usize,
 ) -> PyResult<Placed> {
     let rows = Array::of("rows", rows, true)?;
-    rows.must_be_rows_of(dtype)?;
+    rows.must_be_rows_of(call.format.inner.rows.dtype())?;
+    must_lie(&rows, places, call.format)?;
     rows.must_be_contiguous()?;
-    let mut to = Placed::new(rows.view(device)?);
+    let mut to = Placed::new(call.view(&rows)?);
     if let Some(scales) = scales {
         let scales = Array::whole("row_scales", scales, &SCALES, true)?;
-        to = to.scales(scales.view(device)?).scale_order(scale_order(column_major));
+        must_be_scales(&scales, places, column_major, call.format)?;
+        to = to.scales(call.view(&scales)?).scale_order(scale_order(column_major));
     }
     if let Some(payload) = payload {
-        to = to.payload(Array::whole("row_payload", payload, &[Element::Fp32], true)?.view(device)?);
+        let payload = Array::whole("row_payload", payload, &[Element::Fp32], true)?;
+        payload.must_be_beside(rows.places(), if words > 0 { words } else { payload.columns() })?;
+        to = to.payload(call.view(&payload)?);
     }
     Ok(to)
 }
 
-/// A side payload of combine, and where it goes.
-pub(super) fn payload(device: &Device, given: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<(Payload, View)> {
-    let given = Array::whole("payload", given, &[Element::Fp32], false)?;
-    let out = Array::whole("payload_out", out, &[Element::Fp32], true)?;
-    let words = given.shape().last().copied().unwrap_or(0);
-    let gathered = out.shape().len() == 3;
-    if out.shape().last() != Some(&words) || out.shape().len() < 2 {
-        out.must_be_shaped(&[out.len(), words])?;
+/// Refuses rows that are not of the format, or whose experts are not as far apart as in the dispatch's output.
+pub(super) fn must_lie(rows: &Array, places: &[usize], format: &Format) -> PyResult<()> {
+    rows.must_have_columns(format.inner.hidden)?;
+    if rows.shape().len() == 2 {
+        return Ok(());
     }
-    Ok((Payload { view: given.view(device)?, words, gathered }, out.view(device)?))
+    rows.must_be_shaped(&[places, &[format.inner.hidden]].concat())
 }
 
-/// The tokens of a call of this format. The lengths of arrays are compared here, the rest by the call.
-pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, format: &Format) -> PyResult<tokenyard::Tokens> {
-    let x = rows_of(given.x, format.input())?;
+/// Refuses scales that are not in the shape of those of rows in these places.
+fn must_be_scales(scales: &Array, places: &[usize], column_major: bool, format: &Format) -> PyResult<()> {
+    match (format.scale_words(), places.split_last()) {
+        (Some(words), Some((last, experts))) if column_major => {
+            let leading = last.checked_next_multiple_of(4).unwrap_or(usize::MAX);
+            scales.must_be_shaped(&[experts, &[words, leading]].concat())
+        }
+        (Some(words), _) => scales.must_be_beside(places, words),
+        // The call refuses them.
+        (None, _) => Ok(()),
+    }
+}
+
+/// A side payload of combine beside rows in these places, and where it goes.
+pub(super) fn payload(
+    call: &Call<'_>,
+    given: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    places: &[usize],
+) -> PyResult<(Payload, View)> {
+    let given = Array::whole("payload", given, &[Element::Fp32], false)?;
+    let out = Array::whole("payload_out", out, &[Element::Fp32], true)?;
+    let words = given.columns();
+    given.must_be_beside(places, words)?;
+    let gathered = out.shape().len() == 3;
+    let wanted = if gathered { vec![out.len(), call.top_k, words] } else { vec![out.len(), words] };
+    out.must_be_shaped(&wanted)?;
+    Ok((Payload { view: call.view(&given)?, words, gathered }, call.view(&out)?))
+}
+
+/// The tokens of a call, and for how many arrays have room. Their shapes are compared here, the rest by the call.
+pub(super) fn tokens(call: &Call<'_>, given: &Given<'_, '_>) -> PyResult<(tokenyard::Tokens, usize)> {
+    let format = call.format;
+    let x = rows_of(given.x, format)?;
     let ids = Array::of("topk_idx", given.topk_idx, false)?;
     ids.must_have(2)?;
     ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
-    let (tokens, choices) = (x.len(), ids.shape().get(1).copied().unwrap_or(0));
+    let tokens = x.len();
+    let choices = if ids.element == Element::Bool { call.first_ranks } else { ids.columns() };
     ids.must_be_shaped(&[tokens, choices])?;
-    let count = token_count(device, given.count, tokens)?;
+    let count = token_count(call, given.count, tokens)?;
     let strides_of = |array: &Array| {
         let (token_bytes, choice_bytes) = array.strides();
         Strides { token_bytes, choice_bytes }
@@ -191,7 +253,7 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, format: &Format) ->
         Element::I32 => (IndexType::I32, Some(choices)),
         _ => (IndexType::Ranks, None),
     };
-    let mut to = tokenyard::Tokens::new(x.view(device)?, ids.view(device)?, count).index_type(kind).top_k(top_k);
+    let mut to = tokenyard::Tokens::new(call.view(&x)?, call.view(&ids)?, count).index_type(kind).top_k(top_k);
     to = to.of(&format.inner).pitch_bytes(x.pitch()?);
     if tokens > 0 {
         to = to.topk_idx_strides(strides_of(&ids));
@@ -200,16 +262,16 @@ pub(super) fn tokens(device: &Device, given: &Given<'_, '_>, format: &Format) ->
         let weights = Array::of("topk_weights", weights, false)?;
         weights.must_be_shaped(&[tokens, choices])?;
         weights.must_hold(&[Element::Fp32])?;
-        to = to.topk_weight(weights.view(device)?);
+        to = to.topk_weight(call.view(&weights)?);
         if tokens > 0 {
             to = to.topk_weight_strides(strides_of(&weights));
         }
     }
     if let Some(scales) = given.scales {
-        to = to.scales(scale_view(device, scales)?);
+        to = to.scales(scale_view(call, scales, tokens)?);
     }
-    let payload = given.payload.map(|payload| token_payload(device, payload, tokens)).transpose()?;
-    Ok(to.payload(payload))
+    let payload = given.payload.map(|payload| token_payload(call, payload, tokens)).transpose()?;
+    Ok((to.payload(payload), tokens))
 }
 
 /// Where a dispatch writes: arrays that the caller owns. Made once, it may serve many calls.
@@ -300,12 +362,7 @@ impl Output {
         }
         if let Some(payload) = payload {
             let array = Array::whole("payload", payload, &[Element::Fp32], true)?;
-            // Of the rows' shape, or row after row.
-            let words = array.shape().last().copied().unwrap_or(0);
-            let of_rows = rows.shape().iter().take(dimensions - 1).copied().chain([words]);
-            if array.shape() != [all, words] {
-                array.must_be_shaped(&of_rows.collect::<Vec<_>>())?;
-            }
+            array.must_be_beside(rows.places(), array.columns())?;
             others.push(("payload", array));
         }
         Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
@@ -313,16 +370,18 @@ impl Output {
 }
 
 impl Output {
-    /// As the API takes it, for a call of this format.
-    pub fn of(&self, py: Python<'_>, device: &Device, format: &Format) -> PyResult<tokenyard::Output> {
+    /// Where rows lie: the dimensions before their columns.
+    pub fn places(&self) -> &[usize] {
+        self.rows.places()
+    }
+
+    /// As the API takes it, for a call whose tokens have so many words of a payload.
+    pub fn of(&self, call: &Call<'_>, words: usize) -> PyResult<tokenyard::Output> {
+        let (py, format) = (call.py, call.format);
         let (rows, counts) = (self.rows.renewed(py)?, self.counts.renewed(py)?);
         rows.must_be_rows_of(format.inner.rows.dtype())?;
-        let mut shape = rows.shape().to_vec();
-        if let Some(columns) = shape.last_mut() {
-            *columns = format.inner.hidden;
-        }
-        rows.must_be_shaped(&shape)?;
-        let mut to = tokenyard::Output::new(self.layout, rows.view(device)?, counts.view(device)?);
+        rows.must_have_columns(format.inner.hidden)?;
+        let mut to = tokenyard::Output::new(self.layout, call.view(&rows)?, call.view(&counts)?);
         if matches!(self.layout, Layout::Masked { .. }) {
             rows.must_be_contiguous()?;
         } else {
@@ -330,11 +389,19 @@ impl Output {
         }
         if let Some(scales) = &self.scales {
             let scales = scales.renewed(py)?;
-            to = to.scales(scales.view(device)?).scale_order(scale_order(self.column_major));
+            must_be_scales(&scales, rows.places(), self.column_major, format)?;
+            to = to.scales(call.view(&scales)?).scale_order(scale_order(self.column_major));
         }
         to = to.zero_padding(self.zero_padding);
         for (name, array) in &self.others {
-            let view = array.renewed(py)?.view(device)?;
+            let array = array.renewed(py)?;
+            match *name {
+                "token_experts" | "token_weights" => array.must_have_columns(call.top_k)?,
+                "source_ranges" => array.must_have_columns(call.ranks)?,
+                "payload" if words > 0 => array.must_have_columns(words)?,
+                _ => {}
+            }
+            let view = call.view(&array)?;
             to = match *name {
                 "offsets" => to.expert_offset(view),
                 "row_expert" => to.row_expert(view),

@@ -1,7 +1,7 @@
 //! Contexts and their calls.
 
 use super::arrays::{Array, Element};
-use super::calls::{self, Given, Output};
+use super::calls::{self, Call, Given, Output};
 use super::detached::Detached;
 use super::errors;
 use super::exclusive::{Exclusive, Held};
@@ -11,9 +11,12 @@ use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{PyClass, PyClassInitializer};
+use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use tokenyard::{CallFormat, Combined, Device, DeviceKind, Dtype, Rank, Rows, Stream, View};
+use tokenyard::{
+    CallFormat, Combined, Device, DeviceKind, Dtype, MissingRanks, Rank, Rows, Stream, TokenPayload, View,
+};
 
 /// Dispatch and combine over one world: `tokenyard.AllToAll` has one and makes outputs for it.
 ///
@@ -29,8 +32,10 @@ pub(super) struct Context {
     call: Exclusive,
     /// What calls use whose wait ended before they did.
     in_use: Mutex<Vec<Py<PyAny>>>,
-    timeout: Duration,
+    /// Longer than any call takes.
+    patience: Duration,
     top_k: usize,
+    ranks: usize,
     /// Of calls that do not state one.
     format: Format,
     local_experts: Vec<u32>,
@@ -42,6 +47,8 @@ pub(super) struct Handle {
     inner: tokenyard::Handle,
     tokens: usize,
     format: Format,
+    /// Where the dispatch's rows lie: the dimensions before their columns.
+    places: Vec<usize>,
 }
 
 /// The ranks that a context's calls go on without: int32 `[ranks]` on its device, as an array interface.
@@ -58,6 +65,8 @@ pub(super) struct RankMask {
 pub(super) struct Sent {
     inner: Mutex<Option<tokenyard::Sent>>,
     tokens: usize,
+    /// Of each token's payload.
+    words: usize,
     format: Format,
     /// Calls in several rounds read them in the second half, too.
     _arrays: Vec<Py<PyAny>>,
@@ -136,7 +145,6 @@ impl Context {
             .quantize(own.quantize)
             .combine_dtype(own.combine_dtype)
             .weights(own.weights)
-            .missing_ranks(calls::missing_ranks(missing_ranks)?)
             .timeout(timeout)
             .tuning(|tuning| {
                 (tuning.duplicates, tuning.partial, tuning.round_tokens) = (duplicates, partial, round_tokens);
@@ -153,13 +161,18 @@ impl Context {
             let placement = tokenyard::Placement::table(table, world.inner.size());
             builder = builder.placement(placement.map_err(|error| errors::raised(py, &error))?);
         }
-        let ep = errors::wait(py, || builder.build())?;
+        let missing = calls::missing_ranks(missing_ranks)?;
+        let ep = errors::wait(py, || builder.missing_ranks(missing).build())?;
         let stream = device.new_stream().map_err(|error| errors::raised(py, &error))?;
         let own = world.inner.original(world.inner.rank()).index();
         let local_experts = ep.placement().local_experts(own).to_vec();
+        // Ranks that wait for each other show signs of life, and then count as missing after eight deadlines.
+        let deadlines = if missing == MissingRanks::Fatal { 2 } else { 20 };
+        let patience = timeout.saturating_mul(deadlines).saturating_add(Duration::from_secs(1));
+        let ranks = world.inner.size();
         let (ep, call, in_use) = (Detached::new(ep), Exclusive::default(), Mutex::default());
         let format = format.clone();
-        Ok(Context { ep, device, stream, call, in_use, timeout, top_k, format, local_experts })
+        Ok(Context { ep, device, stream, call, in_use, patience, top_k, ranks, format, local_experts })
     }
 
     /// The format of calls that do not state one.
@@ -206,14 +219,15 @@ impl Context {
         stream: u64,
     ) -> PyResult<Handle> {
         let (stream, _held) = self.begin(py, stream)?;
-        let format = format.unwrap_or(&self.format);
+        let call = self.call_of(py, format.unwrap_or(&self.format));
         let given = Given { x, topk_idx, topk_weights, scales, count, payload };
-        let tokens = calls::tokens(&self.device, &given, format)?;
-        let out = output.get().of(py, &self.device, format)?;
+        let (tokens, room) = calls::tokens(&call, &given)?;
+        let out = output.get().of(&call, words_of(&tokens.payload))?;
         let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
-        let handle = Handle { inner, tokens: x.len()?, format: format.clone() };
+        let places = output.get().places().to_vec();
+        let handle = Handle { inner, tokens: room, format: call.format.clone(), places };
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload, Some(output.as_any())];
-        match self.finished(py, arrays) {
+        match self.finished(&call, arrays) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
             Err(raised) => Err(with(py, raised, "handle", handle)),
@@ -240,18 +254,18 @@ impl Context {
         stream: u64,
     ) -> PyResult<Sent> {
         let (stream, _held) = self.begin(py, stream)?;
-        let format = format.unwrap_or(&self.format);
+        let call = self.call_of(py, format.unwrap_or(&self.format));
         let given = Given { x, topk_idx, topk_weights, scales, count, payload };
-        let tokens = calls::tokens(&self.device, &given, format)?;
+        let (tokens, room) = calls::tokens(&call, &given)?;
         let send = || match counts {
             true => self.ep.dispatch_send_counts(&stream, &tokens),
             false => self.ep.dispatch_send(&stream, &tokens),
         };
         let sent = self.enqueued(py, send)?;
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload];
-        let (tokens, format) = (x.len()?, format.clone());
-        let sent = Sent { inner: Mutex::new(Some(sent)), tokens, format, _arrays: kept(arrays) };
-        match self.finished(py, arrays) {
+        let (words, format) = (words_of(&tokens.payload), call.format.clone());
+        let sent = Sent { inner: Mutex::new(Some(sent)), tokens: room, words, format, _arrays: kept(&call, arrays) };
+        match self.finished(&call, arrays) {
             Ok(()) => Ok(sent),
             // It is to be received, as on the other ranks.
             Err(raised) => Err(with(py, raised, "sent", sent)),
@@ -294,12 +308,12 @@ impl Context {
         stream: u64,
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
-        let format = format.unwrap_or(&handle.format);
-        let tokens = calls::new_rows(&self.device, x, scales, count, payload, format)?;
-        let dtype = format.inner.rows.dtype();
-        let placed = calls::placed(&self.device, rows, row_scales, column_major, row_payload, dtype)?;
+        let call = self.call_of(py, format.unwrap_or(&handle.format));
+        let tokens = calls::new_rows(&call, x, scales, count, payload)?;
+        let (places, words) = (&handle.places, words_of(&tokens.payload));
+        let placed = calls::placed(&call, rows, row_scales, column_major, row_payload, places, words)?;
         self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
-        self.finished(py, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
+        self.finished(&call, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
     }
 
     /// The receiving half.
@@ -313,15 +327,17 @@ impl Context {
     ) -> PyResult<Handle> {
         let (stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let out = output.get().of(py, &self.device, &half.format)?;
+        let call = self.call_of(py, &half.format);
+        let out = output.get().of(&call, half.words)?;
         let given = taken(&half.inner, "sent")?;
         let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
         let inner = outcome.map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        let handle = Handle { inner, tokens: half.tokens, format: half.format.clone() };
-        match self.finished(py, [Some(output.as_any()), Some(sent.as_any())]) {
+        let places = output.get().places().to_vec();
+        let handle = Handle { inner, tokens: half.tokens, format: half.format.clone(), places };
+        match self.finished(&call, [Some(output.as_any()), Some(sent.as_any())]) {
             Ok(()) => Ok(handle),
             Err(raised) => Err(with(py, raised, "handle", handle)),
         }
@@ -351,16 +367,17 @@ impl Context {
         stream: u64,
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
-        let mut from = self.expert_rows(rows, handle, topk_weights, dtype)?;
-        let mut to = self.sums(out, accumulate, &handle.format, wait_times)?;
+        let call = self.call_of(py, &handle.format);
+        let (mut from, places) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
+        let mut to = self.sums(&call, out, accumulate, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
-            let (given, got) = calls::payload(&self.device, payload, payload_out)?;
+            let (given, got) = calls::payload(&call, payload, payload_out, &places)?;
             (from, to) = (from.payload(given), to.payload(got));
         } else if payload.is_some() || payload_out.is_some() {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
         self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(py, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
+        self.finished(&call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
     }
 
     /// The sending half of a combine.
@@ -375,12 +392,13 @@ impl Context {
         stream: u64,
     ) -> PyResult<CombineSent> {
         let (stream, _held) = self.begin(py, stream)?;
-        let from = self.expert_rows(rows, handle, topk_weights, dtype)?;
+        let call = self.call_of(py, &handle.format);
+        let (from, _) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
         let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let format = handle.format.clone();
-        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(arrays) };
-        match self.finished(py, arrays) {
+        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(&call, arrays) };
+        match self.finished(&call, arrays) {
             Ok(()) => Ok(sent),
             Err(raised) => Err(with(py, raised, "sent", sent)),
         }
@@ -399,13 +417,14 @@ impl Context {
     ) -> PyResult<()> {
         let (stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let to = self.sums(out, accumulate, &half.format, wait_times)?;
+        let call = self.call_of(py, &half.format);
+        let to = self.sums(&call, out, accumulate, wait_times)?;
         let given = taken(&half.inner, "sent")?;
         py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(py, [Some(out), wait_times, Some(sent.as_any())])
+        self.finished(&call, [Some(out), wait_times, Some(sent.as_any())])
     }
 
     /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
@@ -494,7 +513,7 @@ impl Drop for Context {
         if self.ep.must_be_of_this_process("context").is_err() {
             return std::mem::forget(in_use);
         }
-        let (stream, patience) = (self.stream.clone(), self.patience());
+        let (stream, patience) = (self.stream.clone(), self.patience);
         let ended = Python::try_attach(|py| py.detach(|| stream.synchronize(patience).is_ok()));
         if ended != Some(true) {
             std::mem::forget(in_use);
@@ -528,16 +547,17 @@ impl Context {
     }
 
     /// On the CPU device, waits until a call with these arrays is done, and raises what it found.
-    fn finished<const N: usize>(&self, py: Python<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> PyResult<()> {
+    fn finished<const N: usize>(&self, call: &Call<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> PyResult<()> {
+        let py = call.py;
         if !self.on_cpu() {
             return Ok(());
         }
         // A call ends by its own deadline, which the device keeps.
-        let waited = errors::wait(py, || self.stream.synchronize(self.patience()));
+        let waited = errors::wait(py, || self.stream.synchronize(self.patience));
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if waited.is_err() {
             // By a signal, say: work goes on, in arrays that the caller may let go of.
-            in_use.extend(kept(arrays));
+            in_use.extend(kept(call, arrays));
         }
         let ended = if waited.is_ok() { std::mem::take(&mut *in_use) } else { Vec::new() };
         drop(in_use);
@@ -551,26 +571,27 @@ impl Context {
         self.ep.check().map_err(|error| errors::raised(py, &error))
     }
 
-    /// Longer than any call takes.
-    fn patience(&self) -> Duration {
-        self.timeout.saturating_mul(2).saturating_add(Duration::from_secs(1))
+    /// A call of this format.
+    fn call_of<'a>(&'a self, py: Python<'a>, format: &'a Format) -> Call<'a> {
+        let (top_k, ranks, first_ranks) = (self.top_k, self.ranks, self.ep.placement().ranks());
+        Call { py, device: &self.device, format, top_k, ranks, first_ranks, capsules: RefCell::default() }
     }
 
+    /// The experts' rows, and where they lie.
     fn expert_rows(
         &self,
+        call: &Call<'_>,
         rows: &Bound<'_, PyAny>,
         handle: &Handle,
         topk_weights: Option<&Bound<'_, PyAny>>,
         dtype: Option<&str>,
-    ) -> PyResult<Rows> {
-        let CallFormat { hidden, combine_dtype, .. } = handle.format.inner;
+    ) -> PyResult<(Rows, Vec<usize>)> {
+        let CallFormat { combine_dtype, .. } = handle.format.inner;
         let dtype = dtype.map_or(Ok(combine_dtype), |dtype| calls::dtype("dtype", dtype))?;
         let rows = Array::of("rows", rows, false)?;
         rows.must_be_rows_of(dtype)?;
-        if rows.shape().last() != Some(&hidden) {
-            rows.must_be_shaped(&[rows.len(), hidden])?;
-        }
-        let mut to = Rows::new(rows.view(&self.device)?).dtype(dtype);
+        calls::must_lie(&rows, &handle.places, call.format)?;
+        let mut to = Rows::new(call.view(&rows)?).dtype(dtype);
         if rows.shape().len() == 2 {
             to = to.pitch_bytes(rows.pitch()?);
         } else {
@@ -581,20 +602,20 @@ impl Context {
             weights.must_be_shaped(&[handle.tokens, self.top_k])?;
             weights.must_hold(&[Element::Fp32])?;
             weights.must_be_contiguous()?;
-            to = to.topk_weight(weights.view(&self.device)?);
+            to = to.topk_weight(call.view(&weights)?);
         }
-        Ok(to)
+        Ok((to, rows.places().to_vec()))
     }
 
     fn sums(
         &self,
+        call: &Call<'_>,
         out: &Bound<'_, PyAny>,
         accumulate: bool,
-        format: &Format,
         wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Combined> {
         let out = Array::of("out", out, true)?;
-        out.must_be_shaped(&[out.len(), format.inner.hidden])?;
+        out.must_be_shaped(&[out.len(), call.format.inner.hidden])?;
         let dtype = match out.element {
             Element::Bf16 | Element::U16 => Dtype::Bf16,
             Element::Fp16 => Dtype::Fp16,
@@ -603,16 +624,23 @@ impl Context {
                 Dtype::Fp32
             }
         };
-        let to = Combined::new(out.view(&self.device)?).dtype(dtype).accumulate(accumulate);
+        let to = Combined::new(call.view(&out)?).dtype(dtype).accumulate(accumulate);
         let times = wait_times.map(|times| Array::whole("wait_times", times, &[Element::I64], true)).transpose()?;
-        let times = times.map(|times| times.view(&self.device)).transpose()?;
+        let times = times.map(|times| call.view(&times)).transpose()?;
         Ok(to.pitch_bytes(out.pitch()?).wait_times(times))
     }
 }
 
+/// Words of each token's payload.
+fn words_of(payload: &Option<TokenPayload>) -> usize {
+    payload.as_ref().map_or(0, |payload| payload.words)
+}
+
 /// Arrays that what is in flight keeps alive.
-fn kept<const N: usize>(arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>> {
-    arrays.into_iter().flatten().map(|array| array.clone().unbind()).collect()
+fn kept<const N: usize>(call: &Call<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>> {
+    let capsules = call.capsules.borrow();
+    let capsules = capsules.iter().map(|capsule| capsule.clone_ref(call.py));
+    arrays.into_iter().flatten().map(|array| array.clone().unbind()).chain(capsules).collect()
 }
 
 /// The exception, with what the call that raised it made all the same.

@@ -1,5 +1,5 @@
-//! Arrays that have `__dlpack__` alone. The structures are those of `dlpack.h`, version 0.x (unversioned capsules), which
-//! every producer makes when it is asked for no version.
+//! Arrays that have `__dlpack__` alone. The structures are those of DLPack's header (`dlpack.h`). Producers are asked
+//! for version 1, whose capsules say what may not be written; older ones make capsules without a version.
 
 use super::arrays::{Element, Place};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -22,6 +22,21 @@ struct Tensor {
     strides: *const i64,
     byte_offset: u64,
 }
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct Versioned {
+    major: u32,
+    minor: u32,
+    manager: *mut c_void,
+    deleter: *mut c_void,
+    flags: u64,
+    tensor: Tensor,
+}
+
+/// `DLPACK_FLAG_BITMASK_READ_ONLY` and `DLPACK_FLAG_BITMASK_IS_COPIED`.
+const READ_ONLY: u64 = 1;
+const IS_COPIED: u64 = 2;
 
 /// What a capsule says of its memory.
 pub(super) struct Described {
@@ -58,6 +73,7 @@ const FP8: u8 = 10;
 pub(super) fn described<'py>(
     name: &'static str,
     value: &Bound<'py, PyAny>,
+    writes: bool,
 ) -> PyResult<(Bound<'py, PyCapsule>, Described)> {
     let py = value.py();
     let (kind, _): (c_int, i64) = value.call_method0("__dlpack_device__")?.extract()?;
@@ -66,11 +82,32 @@ pub(super) fn described<'py>(
         // -1: no wait for other streams. Arrays of a call belong to the call's stream, as any work of it.
         arguments.set_item("stream", -1)?;
     }
-    let capsule = value.call_method("__dlpack__", (), Some(&arguments))?.cast_into::<PyCapsule>()?;
-    let pointer = capsule.pointer_checked(Some(c"dltensor"))?.cast::<Tensor>();
-    // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor and lives as long as the
-    // capsule, whose name nobody changes, since it is ours alone.
-    let tensor = unsafe { pointer.as_ref() };
+    let capsule = exported(value, &arguments)?;
+    let tensor = if let Ok(pointer) = capsule.pointer_checked(Some(c"dltensor_versioned")) {
+        // SAFETY: a capsule of this name holds a `DLManagedTensorVersioned`, which lives as long as the capsule, whose
+        // name nobody changes, since it is ours alone. In every version it begins with the version.
+        let major = unsafe { pointer.cast::<u32>().read() };
+        if major != 1 {
+            return Err(PyValueError::new_err(format!(
+                "{name} is of version {major} of DLPack: give an array of version 1"
+            )));
+        }
+        // SAFETY: as above, and of a version whose fields are these.
+        let versioned = unsafe { pointer.cast::<Versioned>().as_ref() };
+        let lost = [
+            (READ_ONLY, "is read-only: give an array that can be written"),
+            (IS_COPIED, "comes as a copy: give one whose memory is lent"),
+        ];
+        let lost = lost.iter().find(|(flag, _)| writes && versioned.flags & flag != 0);
+        if let Some((_, why)) = lost {
+            return Err(PyValueError::new_err(format!("{name} {why}")));
+        }
+        &versioned.tensor
+    } else {
+        let pointer = capsule.pointer_checked(Some(c"dltensor"))?.cast::<Tensor>();
+        // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor and lives as above.
+        unsafe { pointer.as_ref() }
+    };
     let dimensions = usize::try_from(tensor.dimensions).unwrap_or(0);
     let whole = |name: &'static str, at: *const i64| -> PyResult<Vec<usize>> {
         if at.is_null() || dimensions == 0 {
@@ -84,8 +121,8 @@ pub(super) fn described<'py>(
     let Tensor { code, bits, lanes, .. } = *tensor;
     let known = TYPES.iter().find(|(a, b, _)| (*a, *b, 1) == (code, bits, lanes)).map(|(_, _, element)| *element);
     let element = known.or((code == FP8 && lanes == 1).then_some(Element::Fp8E4m3)).ok_or_else(|| {
-        let advice = "give float, int32, int64 or bytes";
-        PyTypeError::new_err(format!("{name} has elements of DLPack's type {code} of {bits} bits: {advice}"))
+        let advice = "give float, int32, int64 or bytes, one an element";
+        PyTypeError::new_err(format!("{name} has elements of {lanes} of DLPack's type {code} of {bits} bits: {advice}"))
     })?;
     let place = match tensor.device_type {
         CPU => Place::Cpu,
@@ -106,4 +143,18 @@ pub(super) fn described<'py>(
     let pointer = (tensor.data as u64).wrapping_add(tensor.byte_offset);
     let described = Described { pointer, shape, strides, element, place };
     Ok((capsule, described))
+}
+
+/// A capsule of version 1, or without a version from a producer that knows none.
+fn exported<'py>(value: &Bound<'py, PyAny>, arguments: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyCapsule>> {
+    let py = value.py();
+    let with_version = arguments.copy()?;
+    with_version.set_item("max_version", (1, 0))?;
+    let made = match value.call_method("__dlpack__", (), Some(&with_version)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            value.call_method("__dlpack__", (), Some(arguments))?
+        }
+        made => made?,
+    };
+    Ok(made.cast_into::<PyCapsule>()?)
 }

@@ -99,6 +99,11 @@ impl Format {
     pub fn input(&self) -> Dtype {
         if self.inner.quantize { Dtype::Bf16 } else { self.inner.rows.dtype() }
     }
+
+    /// Words of a row's scales; None without scales.
+    pub fn scale_words(&self) -> Option<usize> {
+        self.scales().map(|_| self.inner.rows.scale_bytes(self.inner.hidden) / 4)
+    }
 }
 
 /// What Python calls a dtype.

@@ -93,13 +93,16 @@ class AllToAll:
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
             weights=weights,
         )
+        room_for = list(room_for)
         self._context = _native.Context(
-            world, self._format, experts=experts, top_k=top_k, device=device, room_for=list(room_for), timeout=timeout,
+            world, self._format, experts=experts, top_k=top_k, device=device, room_for=room_for, timeout=timeout,
             sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
             dispatch_payload_words=dispatch_payload_words, missing_ranks=missing_ranks, partial=partial,
             round_tokens=round_tokens, handles=handles, handle_rows=handle_rows,
         )
-        self._top_k, self._timeout, self._ranks, self._duplicates = top_k, timeout, world.size, duplicates
+        self._top_k, self._ranks, self._duplicates = top_k, world.size, duplicates
+        # Ranks that wait for each other count as missing after eight deadlines.
+        self._timeout = timeout if missing_ranks == "fatal" else min(20 * timeout, 1e9)
         self._experts = self._context.local_experts
         self._formats = (self._format, *room_for)
         # What functions that torch compiles ask of formats, which they cannot look into.
@@ -199,6 +202,9 @@ class AllToAll:
         all_rows = experts * capacity if layout == "masked" else capacity
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
+        also = [also] if isinstance(also, str) else list(also)
+        if unknown := [name for name in also if name not in sizes]:
+            raise ValueError(f"also has {unknown[0]!r}: give some of {', '.join(sizes)}")
         further = {name: make(*sizes[name]) for name in also}
         output = Output(layout, rows, counts, align=align, **more, **further)
         got = Dispatched(
@@ -333,7 +339,8 @@ class AllToAll:
     def counts(self, sent: Sent, seconds: Optional[float] = None) -> Tuple[List[int], List[int]]:
         """Waits until the counts of a sent dispatch are known: rows of each local expert, and rows from each rank.
 
-        The second list counts tokens, which are rows in the token layout. `seconds`: by default the context's timeout.
+        The second list counts tokens, which are rows in the token layout. `seconds`: by default the
+        context's timeout, or 20 times as long where calls go on without missing ranks.
         """
         return self._context.counts(sent, self._timeout if seconds is None else seconds)
 
@@ -463,8 +470,9 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
 
 
 def _words(payload: Any) -> int:
-    """Words of each token."""
-    return 0 if payload is None else int(payload.shape[-1])
+    """Words of each token; 0 of what is no array, which the call refuses."""
+    shape = getattr(payload, "shape", ())
+    return int(shape[-1]) if shape else 0
 
 
 def _stream(array: Any, given: Any) -> int:
