@@ -109,6 +109,14 @@ pub(super) unsafe fn read<T: Versioned>(name: &'static str, given: *const T) -> 
     Ok(unsafe { value.assume_init() })
 }
 
+/// Refuses a field without a meaning that is not 0: a later version may give it one.
+pub(super) fn reserved(given: u32) -> Result<()> {
+    if given != 0 {
+        return Err(Error::argument("reserved", given, "leave it 0, as the struct's function with _init does"));
+    }
+    Ok(())
+}
+
 /// Fills in the caller's struct, as far as the caller knows it; what it has beyond that becomes 0.
 ///
 /// # Safety
@@ -194,7 +202,12 @@ pub(super) unsafe fn text<'a>(name: &'static str, given: *const c_char) -> Resul
     let given = unsafe { CStr::from_ptr(given) };
     match given.to_str() {
         Ok(text) => Ok(Some(text)),
-        Err(_) => Err(Error::argument(name, format!("{given:?}"), "give text in UTF-8")),
+        // Without the text, which may be a secret.
+        Err(error) => {
+            let value =
+                format!("{} bytes that are not UTF-8 from byte {} on", given.count_bytes(), error.valid_up_to());
+            Err(Error::argument(name, value, "give text in UTF-8"))
+        }
     }
 }
 

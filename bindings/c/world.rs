@@ -2,7 +2,7 @@
 //!
 //! Place in the data path: none. On the caller's thread, and waits with the world's deadline.
 
-use super::arguments::{Out, Versioned, give_list, list, list_mut, object, read, text, write_struct};
+use super::arguments::{Out, Versioned, give_list, list, list_mut, object, read, reserved, text, write_struct};
 use super::status::{c_string, destroy, guarded, tokenyard_status_t};
 use super::values::{length, milliseconds};
 use crate::base::{Error, Rank, Result};
@@ -230,6 +230,7 @@ unsafe fn place(given: &tokenyard_bootstrap_t) -> Result<Bootstrap> {
     let [addr, token, own_addr] = unsafe {
         [text("address", given.address)?, text("token", given.token)?, text("own_address", given.own_address)?]
     };
+    reserved(given.reserved)?;
     let Ok(port) = u16::try_from(given.port) else {
         return Err(Error::argument("port", given.port, "give a port up to 65535, or 0 for 29611"));
     };
@@ -299,9 +300,11 @@ pub unsafe extern "C" fn tokenyard_world_with_nodes(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("split", split)? };
+        let world = &object("world", world)?.0;
+        at_most("nodes", count, world.size())?;
         // SAFETY: the caller's pointer.
         let sizes = unsafe { list("sizes", sizes, count)? };
-        out.give(tokenyard_world_t(object("world", world)?.0.clone().with_nodes(sizes)?));
+        out.give(tokenyard_world_t(world.clone().with_nodes(sizes)?));
         Ok(())
     })
 }
@@ -336,9 +339,11 @@ pub unsafe extern "C" fn tokenyard_world_regroup(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("regrouped", regrouped)? };
+        let world = &object("world", world)?.0;
+        at_most("members", count, world.first_size())?;
         // SAFETY: the caller's pointer.
         let members = ranks(unsafe { list("members", members, count)? });
-        out.give(tokenyard_world_t(object("world", world)?.0.regroup(generation, &members)?));
+        out.give(tokenyard_world_t(world.regroup(generation, &members)?));
         Ok(())
     })
 }
@@ -359,15 +364,31 @@ pub unsafe extern "C" fn tokenyard_world_regroup_over(
         let out = unsafe { Out::new("regrouped", regrouped)? };
         let world = &object("world", world)?.0;
         // SAFETY: the caller's pointer.
-        let members = ranks(unsafe { list("members", members, count)? });
+        let members = unsafe { list("members", members, count)? };
         // SAFETY: the caller's pointer.
         let over = unsafe { read("over", over)? };
+        // From here on a failure releases what was given, and has another status than those before.
+        let mut gather = Gather::of(&over)?;
+        at_most("members", count, world.first_size())?;
+        let members = ranks(members);
         let own = world.original(world.rank());
-        let rank = members.iter().position(|member| *member == own).unwrap_or(0);
-        let gather = Gather::of(&tokenyard_over_t { rank: rank as u32, ranks: members.len() as u32, ..over })?;
+        gather.rank = members.iter().position(|member| *member == own).unwrap_or(0);
+        gather.ranks = members.len();
         out.give(tokenyard_world_t(world.regroup_over(generation, &members, gather)?));
         Ok(())
     })
+}
+
+/// Refuses a list that is longer than any of its kind, before it is read.
+fn at_most(name: &'static str, count: usize, ranks: usize) -> Result<()> {
+    if count > ranks {
+        return Err(Error::config(
+            name,
+            format!("{count} entries"),
+            format!("give at most {ranks}, one for each rank"),
+        ));
+    }
+    Ok(())
 }
 
 fn ranks(numbers: &[u32]) -> Vec<Rank> {

@@ -7,6 +7,13 @@ static tokenyard_stream_t *stream;
 static tokenyard_context_t *context;
 static tokenyard_handle_t *handle;
 
+static int32_t gathers_never(void *user, const char *what, const void *mine, size_t bytes, void *all, uint64_t timeout) {
+  (void)user, (void)what, (void)mine, (void)bytes, (void)all, (void)timeout;
+  return 1;
+}
+
+static void counts_up(void *user) { ++*(size_t *)user; }
+
 /* A struct of a later version, which has a field more. */
 struct later {
   tokenyard_rows_t rows;
@@ -104,6 +111,9 @@ static void values_that_are_none(struct memory *m) {
   output = output_in(m, 1);
   output.expert_offset = output.expert_count;
   REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "expert_offset");
+  output = output_in(m, 1);
+  output.reserved = 1;
+  REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument reserved is 1");
   config.format = 99;
   REFUSED(tokenyard_context_create(world, &config, &other), invalid, "argument format is 99");
   CHECK(other == NULL);
@@ -112,6 +122,64 @@ static void values_that_are_none(struct memory *m) {
   REFUSED(tokenyard_context_create(world, &config, &other), TOKENYARD_INVALID_CONFIG, "configuration hidden is 3");
   REFUSED(tokenyard_stream_from_raw(device, NULL, &borrowed), invalid, "cu_stream");
   REFUSED(tokenyard_stream_synchronize(NULL, 1), invalid, "stream");
+}
+
+/* Lengths that are refused are not those of the caller's memory: nothing of it is read or written. */
+static void lengths_beyond_memory(void) {
+  const size_t huge = (size_t)1 << 46;
+  const uint32_t ranks[1] = {0};
+  const size_t sizes[1] = {1};
+  tokenyard_config_t config = config_of(device);
+  tokenyard_tuning_t tuning = tokenyard_tuning_init();
+  tokenyard_over_t over = tokenyard_over_init();
+  tokenyard_context_t *none;
+  tokenyard_world_t *no_world;
+  tokenyard_buffer_t *buffer;
+  tokenyard_host_buffer_t *host;
+  unsigned char bytes[16];
+  int32_t numbers[4] = {1, 2, 3, 4};
+  size_t released = 0;
+  const tokenyard_status_t invalid = TOKENYARD_INVALID_ARGUMENT, unusable = TOKENYARD_INVALID_CONFIG;
+  config.placement = ranks;
+  config.experts = huge;
+  REFUSED(tokenyard_context_create(world, &config, &none), unusable, "configuration experts is");
+  config = config_of(device);
+  config.tuning = &tuning;
+  tuning.replica_table = ranks;
+  tuning.replica_table_count = huge;
+  REFUSED(tokenyard_context_create(world, &config, &none), unusable, "configuration replica_table is");
+  REFUSED(tokenyard_world_with_nodes(world, sizes, huge, &no_world), unusable, "configuration nodes is");
+  REFUSED(tokenyard_world_regroup(world, 1, ranks, huge, &no_world), unusable, "configuration members is");
+  over.all_gather = gathers_never;
+  over.release = counts_up;
+  over.user = &released;
+  REFUSED(tokenyard_world_regroup_over(world, 1, ranks, huge, &over, &no_world), unusable, "configuration members is");
+  CHECK(released == 1);
+  REFUSED(tokenyard_world_regroup_over(world, 1, NULL, 1, &over, &no_world), invalid, "argument members is NULL");
+  CHECK(released == 1);
+  OK(tokenyard_buffer_create(device, 8, &buffer));
+  OK(tokenyard_host_buffer_create(device, 8, &host));
+  memset(bytes, 7, sizeof bytes);
+  REFUSED(tokenyard_buffer_read(buffer, 0, bytes, sizeof bytes), invalid, "stay within the buffer's 8 bytes");
+  REFUSED(tokenyard_buffer_read(buffer, 0, bytes, huge), invalid, "stay within the buffer's 8 bytes");
+  REFUSED(tokenyard_host_buffer_read_i32(host, 0, numbers, 4), invalid, "stay within the buffer's 2 numbers");
+  REFUSED(tokenyard_host_buffer_read_i32(host, 0, numbers, huge), invalid, "stay within the buffer's 2 numbers");
+  CHECK(bytes[0] == 7 && bytes[15] == 7 && numbers[0] == 1 && numbers[3] == 4);
+  tokenyard_buffer_destroy(buffer);
+  tokenyard_host_buffer_destroy(host);
+}
+
+/* A text that is refused may be a secret, and logs have messages. */
+static void texts_that_are_none(void) {
+  tokenyard_bootstrap_t bootstrap = tokenyard_bootstrap_init();
+  tokenyard_world_t *none;
+  bootstrap.ranks = 1;
+  bootstrap.token = "secret\xff";
+  REFUSED(tokenyard_world_join(&bootstrap, &none), TOKENYARD_INVALID_ARGUMENT, "argument token is 7 bytes");
+  CHECK(strstr(tokenyard_last_error(), "secret") == NULL);
+  bootstrap.token = "secret";
+  bootstrap.reserved = 1;
+  REFUSED(tokenyard_world_join(&bootstrap, &none), TOKENYARD_INVALID_ARGUMENT, "argument reserved is 1");
 }
 
 /* The output has room for fewer rows than come; the next call works. */
@@ -213,6 +281,8 @@ int main(void) {
   pointers_that_are_null(m);
   structs_of_other_sizes_and_places(m);
   values_that_are_none(m);
+  lengths_beyond_memory();
+  texts_that_are_none();
   an_output_that_is_too_small(m);
   an_interrupt_ends_a_wait();
   memory_of_the_library();
