@@ -2,6 +2,7 @@
 //!
 //! Place: at the head of every function. On the caller's thread; never waits, and allocates only errors and objects.
 
+use super::status::make;
 use crate::base::{Error, Result};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -54,7 +55,7 @@ impl<T> Out<T> {
 
     pub fn give(self, object: T) {
         // SAFETY: as in `new`, by whose terms the function that has this place can write it.
-        unsafe { self.0.write(Box::into_raw(Box::new(object))) };
+        unsafe { self.0.write(make(object)) };
     }
 }
 

@@ -158,19 +158,35 @@ pub(super) fn guarded(work: impl FnOnce() -> Result<()>) -> tokenyard_status_t {
     }
 }
 
-/// Destroys an object, or nothing if `object` is NULL.
+/// An object, behind the pointer that the caller has, and the process that made it.
+#[repr(C)]
+struct Made<T> {
+    object: T,
+    process: u32,
+}
+
+/// The pointer by which the caller knows an object from now on.
+pub(super) fn make<T>(object: T) -> *mut T {
+    Box::into_raw(Box::new(Made { object, process: std::process::id() })).cast()
+}
+
+/// Destroys an object, or nothing if `object` is NULL. The child of a fork leaves its copies of the parent's objects as
+/// they are: it has none of their threads, so that it would wait for them, and connections are the parent's.
 ///
 /// # Safety
-/// `object` is NULL or of `Box::into_raw`, and is not used again.
+/// `object` is NULL or of [`make`], and is not used again.
 pub(super) unsafe fn destroy<T>(object: *mut T) {
-    if !object.is_null() {
-        // SAFETY: as the caller says.
-        let object = unsafe { Box::from_raw(object) };
-        let _ = guarded(|| {
-            drop(object);
-            Ok(())
-        });
+    let made = object.cast::<Made<T>>();
+    // SAFETY: as the caller says; the object is the first field.
+    if made.is_null() || unsafe { (*made).process } != std::process::id() {
+        return;
     }
+    // SAFETY: as above.
+    let made = unsafe { Box::from_raw(made) };
+    let _ = guarded(|| {
+        drop(made);
+        Ok(())
+    });
 }
 
 fn none_if(number: Option<Rank>) -> i32 {

@@ -5,12 +5,14 @@
  *
  * - A function that can fail returns a status. tokenyard_last_error() has the text of the thread's last failure.
  * - A pointer to an object is NULL or comes from the function that made the object. NULL is refused by name, except by
- *   functions that destroy. Objects may be destroyed in any order, each once.
+ *   functions that destroy. Objects may be destroyed in any order, each once, and not during a call that uses them.
  * - A struct that the caller fills in begins with its size: make it by its function with the suffix _init. 0 in any
  *   other field stands for the default.
  * - The caller keeps the memory of views until the work that uses it is done, on other ranks and in replays, too.
  * - All functions may be called from any thread, also at once. Calls that share a handle or a half wait for each other.
  * - Functions of the caller that the library calls neither throw nor jump.
+ * - The child of a fork may make objects of its own. Of its copies of the parent's it may only destroy them, which does
+ *   nothing.
  */
 #ifndef TOKENYARD_H
 #define TOKENYARD_H
@@ -947,7 +949,7 @@ tokenyard_status_t tokenyard_stream_create(const tokenyard_device_t *device, tok
 /// the stream, whoever captures keeps every buffer, handle and context that was used until the last replay is over, and
 /// orders replays against other calls of their contexts.
 tokenyard_status_t tokenyard_stream_from_raw(const tokenyard_device_t *device,
-                                             void *cuda_stream,
+                                             void *cu_stream,
                                              tokenyard_stream_t **stream);
 
 /// Waits until all work enqueued so far is done, at most for `timeout_ms`; then `TOKENYARD_DEVICE`, and the work goes
@@ -957,10 +959,10 @@ tokenyard_status_t tokenyard_stream_synchronize(const tokenyard_stream_t *stream
 /// Sets every byte of `view`, in stream order.
 tokenyard_status_t tokenyard_stream_fill(const tokenyard_stream_t *stream, tokenyard_view_t view, uint8_t byte);
 
-/// Copies `from` to `to`, of equal length, in stream order.
+/// Copies `src` to `dst`, of equal length, in stream order.
 tokenyard_status_t tokenyard_stream_copy(const tokenyard_stream_t *stream,
-                                         tokenyard_view_t to,
-                                         tokenyard_view_t from);
+                                         tokenyard_view_t dst,
+                                         tokenyard_view_t src);
 
 /// The `cudaStream_t`, or a number that identifies a stream of a CPU device.
 tokenyard_status_t tokenyard_stream_raw(const tokenyard_stream_t *stream, void **raw);
@@ -1217,7 +1219,8 @@ tokenyard_status_t tokenyard_interrupt_during(const tokenyard_interrupt_t *inter
                                               tokenyard_work_t work,
                                               void *user);
 
-/// Ends the waits under way for which it is in force, and those that begin later. From any thread.
+/// Ends the waits under way for which it is in force, and those that begin later. From any thread, and from a signal
+/// handler.
 tokenyard_status_t tokenyard_interrupt_raise(const tokenyard_interrupt_t *interrupt);
 
 /// Takes it back: waits that begin now are not interrupted.

@@ -3,7 +3,7 @@
 //! Place in the data path: none. On the caller's thread, and waits with the world's deadline.
 
 use super::arguments::{Out, Versioned, give_list, list, list_mut, object, read, reserved, text, write_struct};
-use super::status::{c_string, destroy, guarded, tokenyard_status_t};
+use super::status::{c_string, destroy, guarded, make, tokenyard_status_t};
 use super::values::{length, milliseconds};
 use crate::base::{Error, Rank, Result};
 use crate::transport::world::bootstrap::{DEFAULT_PORT, DEFAULT_TIMEOUT};
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn tokenyard_world_threads(
         // SAFETY: the caller's pointers.
         let places = unsafe { list_mut("worlds", worlds, made.len())? };
         for (place, world) in places.iter_mut().zip(made) {
-            *place = Box::into_raw(Box::new(tokenyard_world_t(world)));
+            *place = make(tokenyard_world_t(world));
         }
         Ok(())
     })
@@ -339,7 +339,7 @@ pub unsafe extern "C" fn tokenyard_world_regroup(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("regrouped", regrouped)? };
-        let world = &object("world", world)?.0;
+        let world = waiting(world)?;
         at_most("members", count, world.first_size())?;
         // SAFETY: the caller's pointer.
         let members = ranks(unsafe { list("members", members, count)? });
@@ -362,7 +362,7 @@ pub unsafe extern "C" fn tokenyard_world_regroup_over(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("regrouped", regrouped)? };
-        let world = &object("world", world)?.0;
+        let world = waiting(world)?;
         // SAFETY: the caller's pointer.
         let members = unsafe { list("members", members, count)? };
         // SAFETY: the caller's pointer.
@@ -377,6 +377,11 @@ pub unsafe extern "C" fn tokenyard_world_regroup_over(
         out.give(tokenyard_world_t(world.regroup_over(generation, &members, gather)?));
         Ok(())
     })
+}
+
+/// A world that a collective waits in: a copy, as a thread that cannot wait for it may destroy the object meanwhile.
+pub(super) fn waiting(world: Option<&tokenyard_world_t>) -> Result<World> {
+    object("world", world).map(|world| world.0.clone())
 }
 
 /// Refuses a list that is longer than any of its kind, before it is read.
@@ -466,7 +471,7 @@ pub unsafe extern "C" fn tokenyard_world_lost_peers(
 /// Collective: returns when all ranks have called it.
 #[unsafe(no_mangle)]
 pub extern "C" fn tokenyard_world_barrier(world: Option<&tokenyard_world_t>) -> tokenyard_status_t {
-    guarded(|| object("world", world)?.0.barrier("barrier of the C interface"))
+    guarded(|| waiting(world)?.barrier("barrier of the C interface"))
 }
 
 /// Collective: `bytes` bytes from `mine` of each rank into `all`, by rank; as many bytes on all ranks.
@@ -478,7 +483,7 @@ pub unsafe extern "C" fn tokenyard_world_all_gather(
     all: *mut c_void,
 ) -> tokenyard_status_t {
     guarded(|| {
-        let world = &object("world", world)?.0;
+        let world = waiting(world)?;
         // SAFETY: the caller's pointer.
         let mine = unsafe { list("mine", mine.cast::<u8>(), bytes)? };
         let room = bytes.saturating_mul(world.size());

@@ -1,4 +1,8 @@
 /* What is refused, with its status and what its message names; on one rank. */
+#define _POSIX_C_SOURCE 200809L
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "layer.h"
 
 static tokenyard_world_t *world;
@@ -266,6 +270,32 @@ static void memory_of_the_library(void) {
   tokenyard_host_buffer_destroy(host);
 }
 
+/* A call that the child enqueues never runs, as it has no thread of the device: nothing waits for that. */
+static void a_fork_that_destroys_its_copies(struct memory *m) {
+  tokenyard_tokens_t tokens = tokens_in(m);
+  tokenyard_output_t output = output_in(m, 1);
+  int status = 0;
+  pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(5);
+    (void)tokenyard_dispatch(context, stream, &tokens, &output, handle);
+    tokenyard_handle_destroy(handle);
+    tokenyard_context_destroy(context);
+    tokenyard_stream_destroy(stream);
+    tokenyard_device_destroy(device);
+    tokenyard_world_destroy(world);
+    OK(tokenyard_device_cpu(&device));
+    tokenyard_device_destroy(device);
+    _exit(0);
+  }
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  OK(tokenyard_dispatch(context, stream, &tokens, &output, handle));
+  OK(tokenyard_stream_synchronize(stream, PATIENCE_MS));
+  OK(tokenyard_context_check(context));
+}
+
 int main(void) {
   tokenyard_config_t config;
   struct memory *m;
@@ -286,6 +316,7 @@ int main(void) {
   an_output_that_is_too_small(m);
   an_interrupt_ends_a_wait();
   memory_of_the_library();
+  a_fork_that_destroys_its_copies(m);
   tokenyard_handle_destroy(handle);
   tokenyard_context_destroy(context);
   tokenyard_stream_destroy(stream);
