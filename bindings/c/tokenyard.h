@@ -1245,7 +1245,7 @@ extern "C" {
 static inline tokenyard_error_info_t tokenyard_error_info_init(void) {
   tokenyard_error_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1253,7 +1253,7 @@ static inline tokenyard_error_info_t tokenyard_error_info_init(void) {
 static inline tokenyard_over_t tokenyard_over_init(void) {
   tokenyard_over_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1261,7 +1261,7 @@ static inline tokenyard_over_t tokenyard_over_init(void) {
 static inline tokenyard_bootstrap_t tokenyard_bootstrap_init(void) {
   tokenyard_bootstrap_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1269,7 +1269,7 @@ static inline tokenyard_bootstrap_t tokenyard_bootstrap_init(void) {
 static inline tokenyard_world_info_t tokenyard_world_info_init(void) {
   tokenyard_world_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1277,7 +1277,7 @@ static inline tokenyard_world_info_t tokenyard_world_info_init(void) {
 static inline tokenyard_device_info_t tokenyard_device_info_init(void) {
   tokenyard_device_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1285,7 +1285,7 @@ static inline tokenyard_device_info_t tokenyard_device_info_init(void) {
 static inline tokenyard_proxy_config_t tokenyard_proxy_config_init(void) {
   tokenyard_proxy_config_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1293,7 +1293,7 @@ static inline tokenyard_proxy_config_t tokenyard_proxy_config_init(void) {
 static inline tokenyard_tuning_t tokenyard_tuning_init(void) {
   tokenyard_tuning_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1301,7 +1301,7 @@ static inline tokenyard_tuning_t tokenyard_tuning_init(void) {
 static inline tokenyard_config_t tokenyard_config_init(void) {
   tokenyard_config_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1309,7 +1309,7 @@ static inline tokenyard_config_t tokenyard_config_init(void) {
 static inline tokenyard_context_info_t tokenyard_context_info_init(void) {
   tokenyard_context_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1317,7 +1317,7 @@ static inline tokenyard_context_info_t tokenyard_context_info_init(void) {
 static inline tokenyard_in_place_t tokenyard_in_place_init(void) {
   tokenyard_in_place_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1325,7 +1325,7 @@ static inline tokenyard_in_place_t tokenyard_in_place_init(void) {
 static inline tokenyard_tokens_t tokenyard_tokens_init(void) {
   tokenyard_tokens_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1333,7 +1333,7 @@ static inline tokenyard_tokens_t tokenyard_tokens_init(void) {
 static inline tokenyard_output_t tokenyard_output_init(void) {
   tokenyard_output_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1341,7 +1341,7 @@ static inline tokenyard_output_t tokenyard_output_init(void) {
 static inline tokenyard_rows_t tokenyard_rows_init(void) {
   tokenyard_rows_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1349,7 +1349,7 @@ static inline tokenyard_rows_t tokenyard_rows_init(void) {
 static inline tokenyard_combined_t tokenyard_combined_init(void) {
   tokenyard_combined_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1357,7 +1357,7 @@ static inline tokenyard_combined_t tokenyard_combined_init(void) {
 static inline tokenyard_new_rows_t tokenyard_new_rows_init(void) {
   tokenyard_new_rows_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1365,7 +1365,7 @@ static inline tokenyard_new_rows_t tokenyard_new_rows_init(void) {
 static inline tokenyard_placed_t tokenyard_placed_init(void) {
   tokenyard_placed_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 

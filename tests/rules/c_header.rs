@@ -40,7 +40,7 @@ fn initialisers() -> String {
         let function = name.trim_end_matches("_t");
         format!(
             "\n/// A `{name}` of the caller's size whose other fields are 0.\nstatic inline {name} {function}_init(void) \
-             {{\n  {name} value;\n  memset(&value, 0, sizeof value);\n  value.size = (uint32_t)sizeof value;\n  return \
+             {{\n  {name} value;\n  memset(&value, 0, sizeof value);\n  value.size = sizeof value;\n  return \
              value;\n}}\n"
         )
     };
