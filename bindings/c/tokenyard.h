@@ -6,6 +6,7 @@
  * - A function that can fail returns a status. tokenyard_last_error() has the text of the thread's last failure.
  * - A pointer to an object is NULL or comes from the function that made the object. NULL is refused by name, except by
  *   functions that destroy. Objects may be destroyed in any order, each once, and not during a call that uses them.
+ *   After a failure the place of a new object has NULL; tokenyard_world_threads leaves its places as they were.
  * - A struct that the caller fills in begins with its size: make it by its function with the suffix _init. 0 in any
  *   other field stands for the default.
  * - The caller keeps the memory of views until the work that uses it is done, on other ranks and in replays, too.
@@ -809,7 +810,8 @@ tokenyard_status_t tokenyard_world_with_nodes(const tokenyard_world_t *world,
                                               size_t count,
                                               tokenyard_world_t **split);
 
-/// The same world, whose collectives have a deadline of `timeout_ms`. One that passes ends the collectives of all.
+/// The same world, whose collectives have a deadline of `timeout_ms`, at least 1. One that passes ends the collectives
+/// of all.
 tokenyard_status_t tokenyard_world_with_timeout(const tokenyard_world_t *world,
                                                 uint64_t timeout_ms,
                                                 tokenyard_world_t **other);

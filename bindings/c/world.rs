@@ -309,7 +309,8 @@ pub unsafe extern "C" fn tokenyard_world_with_nodes(
     })
 }
 
-/// The same world, whose collectives have a deadline of `timeout_ms`. One that passes ends the collectives of all.
+/// The same world, whose collectives have a deadline of `timeout_ms`, at least 1. One that passes ends the collectives
+/// of all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_world_with_timeout(
     world: Option<&tokenyard_world_t>,
@@ -319,7 +320,14 @@ pub unsafe extern "C" fn tokenyard_world_with_timeout(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("other", other)? };
-        let world = object("world", world)?.0.clone().with_timeout(Duration::from_millis(timeout_ms));
+        let Some(timeout) = milliseconds(timeout_ms) else {
+            return Err(Error::argument(
+                "timeout_ms",
+                0,
+                "give at least 1: a deadline that passes ends the collectives",
+            ));
+        };
+        let world = object("world", world)?.0.clone().with_timeout(timeout);
         out.give(tokenyard_world_t(world));
         Ok(())
     })

@@ -100,6 +100,7 @@ static void values_that_are_none(struct memory *m) {
   tokenyard_config_t config = config_of(device);
   tokenyard_context_t *other;
   tokenyard_stream_t *borrowed;
+  tokenyard_world_t *no_world;
   const tokenyard_status_t invalid = TOKENYARD_INVALID_ARGUMENT;
   tokens.index_type = 77;
   REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument index_type is 77");
@@ -125,6 +126,7 @@ static void values_that_are_none(struct memory *m) {
   config.hidden = 3;
   REFUSED(tokenyard_context_create(world, &config, &other), TOKENYARD_INVALID_CONFIG, "configuration hidden is 3");
   REFUSED(tokenyard_stream_from_raw(device, NULL, &borrowed), invalid, "cu_stream");
+  REFUSED(tokenyard_world_with_timeout(world, 0, &no_world), invalid, "argument timeout_ms is 0");
   REFUSED(tokenyard_stream_synchronize(NULL, 1), invalid, "stream");
 }
 
