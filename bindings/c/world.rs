@@ -321,11 +321,8 @@ pub unsafe extern "C" fn tokenyard_world_with_timeout(
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("other", other)? };
         let Some(timeout) = milliseconds(timeout_ms) else {
-            return Err(Error::argument(
-                "timeout_ms",
-                0,
-                "give at least 1: a deadline that passes ends the collectives",
-            ));
+            let advice = "give at least 1: a deadline that passes ends the collectives of all ranks";
+            return Err(Error::argument("timeout_ms", 0, advice));
         };
         let world = object("world", world)?.0.clone().with_timeout(timeout);
         out.give(tokenyard_world_t(world));

@@ -11,8 +11,8 @@ static tokenyard_stream_t *stream;
 static tokenyard_context_t *context;
 static tokenyard_handle_t *handle;
 
-static int32_t gathers_never(void *user, const char *what, const void *mine, size_t bytes, void *all, uint64_t timeout) {
-  (void)user, (void)what, (void)mine, (void)bytes, (void)all, (void)timeout;
+static int32_t gathers_never(void *user, const char *what, const void *mine, size_t bytes, void *all, uint64_t time) {
+  (void)user, (void)what, (void)mine, (void)bytes, (void)all, (void)time;
   return 1;
 }
 
