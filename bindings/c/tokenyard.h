@@ -11,7 +11,10 @@
  *   other field stands for the default.
  * - The caller keeps the memory of views until the work that uses it is done, on other ranks and in replays, too.
  * - All functions may be called from any thread, also at once. Calls that share a handle or a half wait for each other.
- * - Functions of the caller that the library calls neither throw nor jump.
+ * - Functions of the caller that the library calls neither throw nor jump, and do not use the world or the half of the
+ *   call that calls them.
+ * - Before a rank destroys its contexts and world, it synchronises its streams and calls tokenyard_world_barrier. Calls
+ *   of peers that need a rank which left without that end in errors, some at their deadlines.
  * - The child of a fork may make objects of its own. Of its copies of the parent's it may only destroy them, which does
  *   nothing.
  */
