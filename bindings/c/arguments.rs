@@ -2,7 +2,6 @@
 //!
 //! Place: at the head of every function. On the caller's thread; never waits, and allocates only errors and objects.
 
-use super::status::make;
 use crate::base::{Error, Result};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -38,6 +37,18 @@ fn check_pointer<T>(name: &'static str, given: *const T) -> Result<()> {
         return Err(Error::argument(name, format!("{given:p}"), advice));
     }
     Ok(())
+}
+
+/// An object, behind the pointer that the caller has, and the process that made it.
+#[repr(C)]
+pub(super) struct Made<T> {
+    object: T,
+    pub process: u32,
+}
+
+/// The pointer by which the caller knows an object from now on.
+pub(super) fn make<T>(object: T) -> *mut T {
+    Box::into_raw(Box::new(Made { object, process: std::process::id() })).cast()
 }
 
 /// Where a new object goes. It is NULL until then, and if the function fails.

@@ -2,7 +2,7 @@
 //!
 //! Place: around every function. On the caller's thread; only a failure allocates.
 
-use super::arguments::{Versioned, write_struct};
+use super::arguments::{Made, Versioned, write_struct};
 use crate::base::{Error, Rank, Result};
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -156,18 +156,6 @@ pub(super) fn guarded(work: impl FnOnce() -> Result<()>) -> tokenyard_status_t {
             status
         }
     }
-}
-
-/// An object, behind the pointer that the caller has, and the process that made it.
-#[repr(C)]
-struct Made<T> {
-    object: T,
-    process: u32,
-}
-
-/// The pointer by which the caller knows an object from now on.
-pub(super) fn make<T>(object: T) -> *mut T {
-    Box::into_raw(Box::new(Made { object, process: std::process::id() })).cast()
 }
 
 /// Destroys an object, or nothing if `object` is NULL. The child of a fork leaves its copies of the parent's objects as

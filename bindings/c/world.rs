@@ -2,8 +2,8 @@
 //!
 //! Place in the data path: none. On the caller's thread, and waits with the world's deadline.
 
-use super::arguments::{Out, Versioned, give_list, list, list_mut, object, read, reserved, text, write_struct};
-use super::status::{c_string, destroy, guarded, make, tokenyard_status_t};
+use super::arguments::{Out, Versioned, give_list, list, list_mut, make, object, read, reserved, text, write_struct};
+use super::status::{c_string, destroy, guarded, tokenyard_status_t};
 use super::values::{length, milliseconds};
 use crate::base::{Error, Rank, Result};
 use crate::transport::world::bootstrap::{DEFAULT_PORT, DEFAULT_TIMEOUT};
