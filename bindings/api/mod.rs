@@ -34,7 +34,7 @@ mod needs;
 mod open;
 mod payload;
 mod pick;
-mod placement;
+pub(crate) mod placement;
 mod plan;
 mod report;
 mod shape;

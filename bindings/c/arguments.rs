@@ -39,6 +39,18 @@ fn check_pointer<T>(name: &'static str, given: *const T) -> Result<()> {
     Ok(())
 }
 
+/// An object, behind the pointer that the caller has, and the process that made it.
+#[repr(C)]
+pub(super) struct Made<T> {
+    object: T,
+    pub process: u32,
+}
+
+/// The pointer by which the caller knows an object from now on.
+pub(super) fn make<T>(object: T) -> *mut T {
+    Box::into_raw(Box::new(Made { object, process: std::process::id() })).cast()
+}
+
 /// Where a new object goes. It is NULL until then, and if the function fails.
 pub(super) struct Out<T>(*mut *mut T);
 
@@ -54,7 +66,7 @@ impl<T> Out<T> {
 
     pub fn give(self, object: T) {
         // SAFETY: as in `new`, by whose terms the function that has this place can write it.
-        unsafe { self.0.write(Box::into_raw(Box::new(object))) };
+        unsafe { self.0.write(make(object)) };
     }
 }
 
@@ -107,6 +119,14 @@ pub(super) unsafe fn read<T: Versioned>(name: &'static str, given: *const T) -> 
     }
     // SAFETY: any bits are a value of it (`Versioned`), and all are set.
     Ok(unsafe { value.assume_init() })
+}
+
+/// Refuses a field without a meaning that is not 0: a later version may give it one.
+pub(super) fn reserved(given: u32) -> Result<()> {
+    if given != 0 {
+        return Err(Error::argument("reserved", given, "leave it 0, as the struct's function with _init does"));
+    }
+    Ok(())
 }
 
 /// Fills in the caller's struct, as far as the caller knows it; what it has beyond that becomes 0.
@@ -194,7 +214,12 @@ pub(super) unsafe fn text<'a>(name: &'static str, given: *const c_char) -> Resul
     let given = unsafe { CStr::from_ptr(given) };
     match given.to_str() {
         Ok(text) => Ok(Some(text)),
-        Err(_) => Err(Error::argument(name, format!("{given:?}"), "give text in UTF-8")),
+        // Without the text, which may be a secret.
+        Err(error) => {
+            let value =
+                format!("{} bytes that are not UTF-8 from byte {} on", given.count_bytes(), error.valid_up_to());
+            Err(Error::argument(name, value, "give text in UTF-8"))
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Place: between a C call and the check of its arguments in `api`. Pure; allocates nothing.
 
-use super::arguments::Versioned;
+use super::arguments::{Versioned, reserved};
 use super::context::tokenyard_context_t;
 use super::values::{
     choice, dtype, format, index_type, length, scale_order, strides, tokenyard_choice_t, tokenyard_dtype_t,
@@ -294,6 +294,7 @@ impl tokenyard_tokens_t {
 
 impl tokenyard_output_t {
     pub(super) fn given(&self, device: &Device) -> Result<Output> {
+        reserved(self.reserved)?;
         let (rows, counts) = (self.rows.needed("rows", device)?, self.expert_count.needed("expert_count", device)?);
         let mut output = Output::new(self.layout.layout()?, rows, counts);
         output.pitch_bytes = length(self.pitch_bytes);
@@ -330,6 +331,7 @@ impl tokenyard_rows_t {
 
 impl tokenyard_combined_t {
     pub(super) fn given(&self, device: &Device) -> Result<Combined> {
+        reserved(self.reserved)?;
         let mut combined = Combined::new(self.out.needed("out", device)?);
         combined.pitch_bytes = length(self.pitch_bytes);
         combined.dtype = dtype("dtype of out", self.dtype)?.unwrap_or(Dtype::Bf16);

@@ -11,6 +11,7 @@ use super::values::{
     tokenyard_weights_t, weights,
 };
 use crate::base::{Dtype, Error, Result};
+use crate::bindings::api::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS};
 use crate::bindings::api::{AllToAll, AllToAllBuilder, CallFormat, Placement, RowFormat, Tuning, Weights};
 use crate::transport::World;
 
@@ -146,7 +147,7 @@ impl tokenyard_call_format_t {
 
 /// # Safety
 /// Its pointer is NULL or of as many numbers as it states.
-unsafe fn tune(given: &tokenyard_tuning_t, tuning: &mut Tuning) -> Result<()> {
+unsafe fn tune(given: &tokenyard_tuning_t, experts: usize, tuning: &mut Tuning) -> Result<()> {
     let no = TuningChoices::of(given)?;
     tuning.partial = partial("tuning.partial", given.partial)?;
     tuning.arena = arena("tuning.arena", given.arena)?;
@@ -164,6 +165,12 @@ unsafe fn tune(given: &tokenyard_tuning_t, tuning: &mut Tuning) -> Result<()> {
         number(given.double_buffer_bytes).map_or(tuning.double_buffer_bytes, |bytes| bytes as u64);
     tuning.first_epoch = if given.first_epoch == 0 { tuning.first_epoch } else { given.first_epoch };
     if !given.replica_table.is_null() {
+        let most = experts.saturating_mul(MAX_REPLICA_SLOTS);
+        if given.replica_table_count > most {
+            let value = format!("{} entries", given.replica_table_count);
+            let advice = format!("give at most {most}, {MAX_REPLICA_SLOTS} for each expert");
+            return Err(Error::config("replica_table", value, advice));
+        }
         // SAFETY: as the caller says.
         let table = unsafe { list("replica_table", given.replica_table, given.replica_table_count)? };
         tuning.replica_table = Some(table.to_vec());
@@ -232,7 +239,7 @@ pub(super) unsafe fn builder(world: &World, given: &tokenyard_config_t) -> Resul
         let tuning = unsafe { super::arguments::read("tuning", given.tuning)? };
         let mut tuned = Ok(());
         // SAFETY: as the caller says.
-        builder = builder.tuning(|there| tuned = unsafe { tune(&tuning, there) });
+        builder = builder.tuning(|there| tuned = unsafe { tune(&tuning, given.experts, there) });
         tuned?;
     }
     Ok((builder, rows))
@@ -247,6 +254,10 @@ unsafe fn placement(world: &World, given: &tokenyard_config_t) -> Result<Option<
         }
         let advice = "replicas lie where the placement says; give that, too";
         return Err(Error::argument("logical_experts", "given without placement", advice));
+    }
+    if given.experts > MAX_EXPERTS {
+        // The builder refuses it. A table of that length is not read: it may end before.
+        return Ok(None);
     }
     // SAFETY: as the caller says.
     let table = unsafe { list("placement", given.placement, given.experts)? };

@@ -7,7 +7,7 @@ use super::config::{builder, tokenyard_config_t};
 use super::flight::tokenyard_handle_t;
 use super::status::{destroy, guarded, tokenyard_status_t};
 use super::values::{tokenyard_layout_t, tokenyard_view_t};
-use super::world::tokenyard_world_t;
+use super::world::{tokenyard_world_t, waiting};
 use crate::base::{Error, Rank};
 use crate::bindings::api::{AllToAll, RowFormat};
 
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn tokenyard_context_create(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("context", context)? };
-        let world = &object("world", world)?.0;
+        let world = &waiting(world)?;
         // SAFETY: the caller's pointer.
         let config = unsafe { read("config", config)? };
         // SAFETY: the caller's pointers.
@@ -306,7 +306,9 @@ pub unsafe extern "C" fn tokenyard_context_row_matrix(
 ) -> tokenyard_status_t {
     guarded(|| {
         let (context, handle) = (object("context", context)?, object("handle", handle)?);
-        let rows = handle.0.with("handle", |handle| context.all.row_matrix(handle))?;
+        // Of a copy: an all-gather of the caller's may use the handle.
+        let handle = handle.0.with("handle", |handle| Ok(handle.clone()))?;
+        let rows = context.all.row_matrix(&handle)?;
         let cells: Vec<usize> = rows.into_iter().flatten().collect();
         if count != cells.len() {
             let advice = format!("give {}, the square of the number of ranks", cells.len());

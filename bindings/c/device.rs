@@ -155,6 +155,8 @@ pub unsafe extern "C" fn tokenyard_buffer_read(
 ) -> tokenyard_status_t {
     guarded(|| {
         let buffer = object("buffer", buffer)?;
+        // Before `list_mut` clears the caller's memory: a length that is refused may be beyond it.
+        buffer.0.slice(offset, bytes)?;
         // SAFETY: the caller's pointer.
         buffer.0.read(offset, unsafe { list_mut("data", data.cast::<u8>(), bytes)? })
     })
@@ -226,6 +228,8 @@ pub unsafe extern "C" fn tokenyard_host_buffer_read_i32(
 ) -> tokenyard_status_t {
     guarded(|| {
         let buffer = object("buffer", buffer)?;
+        // As in `tokenyard_buffer_read`.
+        buffer.0.words_i32(first, count)?;
         // SAFETY: the caller's pointer.
         buffer.0.read_i32(first, unsafe { list_mut("numbers", numbers, count)? })
     })

@@ -12,10 +12,34 @@ use super::arguments::{Out, object};
 use super::status::{destroy, guarded, tokenyard_status_t};
 use crate::base::{Error, Result};
 use crate::bindings::api::{CombineSent, Handle, Refused, Sent, SentAgain};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A place for what a call leaves.
-pub(super) struct Slot<T>(Mutex<Option<T>>);
+pub(super) struct Slot<T> {
+    value: Mutex<Option<T>>,
+    /// The thread whose call has the lock, by [`this_thread`]; else 0.
+    holder: AtomicUsize,
+}
+
+/// A slot's value during a call.
+struct Held<'a, T> {
+    value: MutexGuard<'a, Option<T>>,
+    holder: &'a AtomicUsize,
+}
+
+impl<T> Drop for Held<'_, T> {
+    fn drop(&mut self) {
+        // Before the lock is let go.
+        self.holder.store(0, Ordering::Relaxed);
+    }
+}
+
+/// A number of the calling thread, which no other thread has meanwhile.
+fn this_thread() -> usize {
+    thread_local!(static PLACE: u8 = const { 0 });
+    PLACE.with(|place| std::ptr::from_ref(place).addr())
+}
 
 /// A received dispatch: what combine needs to bring the rows back. It is empty until a dispatch fills it.
 pub struct tokenyard_handle_t(pub(super) Slot<Handle>);
@@ -37,11 +61,24 @@ fn empty(name: &'static str) -> Error {
 
 impl<T> Slot<T> {
     fn new() -> Slot<T> {
-        Slot(Mutex::new(None))
+        Slot { value: Mutex::new(None), holder: AtomicUsize::new(0) }
+    }
+
+    /// Waits for calls of other threads. A call that a function of the caller makes during a call with the same object,
+    /// such as the check of an interrupt, would wait for itself.
+    fn hold(&self, name: &'static str) -> Result<Held<'_, T>> {
+        // Only this thread stores its own number, so another thread's store is never taken for it.
+        if self.holder.load(Ordering::Relaxed) == this_thread() {
+            let advice = "a function of yours that a call with this object calls may not use the object";
+            return Err(Error::argument(name, "in use by a call of this thread", advice));
+        }
+        let value = self.lock();
+        self.holder.store(this_thread(), Ordering::Relaxed);
+        Ok(Held { value, holder: &self.holder })
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Puts a new value in; the former one is dropped.
@@ -58,17 +95,17 @@ impl<T> Slot<T> {
 
     /// Calls with the value.
     pub fn with<R>(&self, name: &'static str, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
-        self.lock().as_ref().map_or_else(|| Err(empty(name)), call)
+        self.hold(name)?.value.as_ref().map_or_else(|| Err(empty(name)), call)
     }
 
     /// A half that sends fills it.
     pub fn send(&self, name: &'static str, call: impl FnOnce() -> Result<T>) -> Result<()> {
-        let mut slot = self.lock();
-        if slot.is_some() {
+        let mut slot = self.hold(name)?;
+        if slot.value.is_some() {
             let advice = "receive that first, or give another object: halves that are not received close a context";
             return Err(Error::argument(name, "full with what was sent before", advice));
         }
-        *slot = Some(call()?);
+        *slot.value = Some(call()?);
         Ok(())
     }
 
@@ -78,10 +115,10 @@ impl<T> Slot<T> {
         name: &'static str,
         call: impl FnOnce(T) -> std::result::Result<R, Refused<T>>,
     ) -> Result<R> {
-        let mut slot = self.lock();
-        let sent = slot.take().ok_or_else(|| empty(name))?;
+        let mut slot = self.hold(name)?;
+        let sent = slot.value.take().ok_or_else(|| empty(name))?;
         call(sent).map_err(|refused| {
-            *slot = Some(*refused.given);
+            *slot.value = Some(*refused.given);
             refused.error
         })
     }

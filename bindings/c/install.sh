@@ -4,12 +4,21 @@
 #
 #   bindings/c/install.sh --prefix DIR [--features c,cuda] [--target-dir DIR] [--libraries DIR]
 #
-# --features c leaves the GPU part out. --libraries takes libtokenyard.so, libtokenyard.a and native-static-libs, the
-# libraries that the static one needs, from DIR instead of building them.
+# Relative folders are of the caller's folder. --features c leaves the GPU part out. --libraries takes libtokenyard.so,
+# libtokenyard.a and native-static-libs, the libraries that the static one needs, from DIR instead of building them.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/../.."
 
-prefix= features=c,cuda target=target libraries=
+# A folder of the caller's as an absolute one.
+from_here() {
+  case $1 in
+    '' | /*) echo "$1" ;;
+    *) echo "$here/$1" ;;
+  esac
+}
+
+prefix= features=c,cuda target=$PWD/target libraries=
 while [ $# -gt 0 ]; do
   case $1:$# in
     --prefix:1 | --features:1 | --target-dir:1 | --libraries:1) echo "$1 needs a value" >&2 && exit 2 ;;
@@ -28,6 +37,7 @@ if [ -z "$prefix" ]; then
   echo "give --prefix DIR, the folder to install into" >&2
   exit 2
 fi
+prefix=$(from_here "$prefix") target=$(from_here "$target") libraries=$(from_here "$libraries")
 
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml | head -1)
 # Until 1.0 every minor version may break the interface.
@@ -35,6 +45,7 @@ soname=libtokenyard.so.0
 
 if [ -z "$libraries" ]; then
   libraries=$target/release
+  mkdir -p "$target" # for the log: cargo makes it later than that
   # One build for both. The flags behind -- are for the shared library alone.
   cargo rustc --release --lib --no-default-features --features "$features" --target-dir "$target" \
     --crate-type cdylib,staticlib -- -C "link-arg=-Wl,-soname,$soname" --print native-static-libs 2>&1 |

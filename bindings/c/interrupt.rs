@@ -70,7 +70,8 @@ pub unsafe extern "C" fn tokenyard_interrupt_during(
     })
 }
 
-/// Ends the waits under way for which it is in force, and those that begin later. From any thread.
+/// Ends the waits under way for which it is in force, and those that begin later. From any thread, and from a signal
+/// handler.
 #[unsafe(no_mangle)]
 pub extern "C" fn tokenyard_interrupt_raise(interrupt: Option<&tokenyard_interrupt_t>) -> tokenyard_status_t {
     guarded(|| object("interrupt", interrupt).map(|interrupt| interrupt.0.raise()))

@@ -9,9 +9,11 @@
 //! - A function that can fail returns a status. [`tokenyard_last_error`](status::tokenyard_last_error) has the text of
 //!   the last failure of the calling thread. No panic leaves a function: it becomes `TOKENYARD_INTERNAL`.
 //! - A pointer to an object is NULL or comes from the function that made the object. NULL is refused by name, except
-//!   by functions that destroy. A destroyed object is gone: nothing can find that out.
+//!   by functions that destroy. A destroyed object is gone: nothing can find that out. Waits for other ranks and for
+//!   streams hold copies, though, so that they outlast their objects.
 //! - A struct that the caller fills in begins with its size, and 0 in any other field stands for the default. So a
 //!   later version can add fields at the end: programs that were built before leave them 0.
+//! - The child of a fork may only destroy its copies of objects, which does nothing. Nothing else finds a copy out.
 //! - The caller keeps the memory of views until the work that uses them is done: [`View::from_raw`] has the terms.
 //!
 //! | what | file |

@@ -3,11 +3,11 @@
 //! Place in the data path: beside it. Opening a network and its proxy is done on the caller's thread; the proxy has a
 //! thread of its own.
 
-use super::arguments::{Out, Versioned, list, object, read, text};
+use super::arguments::{Out, Versioned, list, read, text};
 use super::device::tokenyard_device_t;
 use super::status::{destroy, guarded, tokenyard_status_t};
 use super::values::milliseconds;
-use super::world::tokenyard_world_t;
+use super::world::{tokenyard_world_t, waiting};
 use crate::base::{Error, Result};
 use crate::proxy::driver::ThreadConfig;
 use crate::proxy::machine::Liveness;
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn tokenyard_proxy_create(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("proxy", proxy)? };
-        let world = &object("world", world)?.0;
+        let world = &waiting(world)?;
         // SAFETY: the caller's pointer.
         let given = unsafe { read("config", config)? };
         let mut config = ProxyConfig {

@@ -2,7 +2,7 @@
 //!
 //! Place: around every function. On the caller's thread; only a failure allocates.
 
-use super::arguments::{Versioned, write_struct};
+use super::arguments::{Made, Versioned, write_struct};
 use crate::base::{Error, Rank, Result};
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -158,19 +158,23 @@ pub(super) fn guarded(work: impl FnOnce() -> Result<()>) -> tokenyard_status_t {
     }
 }
 
-/// Destroys an object, or nothing if `object` is NULL.
+/// Destroys an object, or nothing if `object` is NULL. The child of a fork leaves its copies of the parent's objects as
+/// they are: it has none of their threads, so that it would wait for them, and connections are the parent's.
 ///
 /// # Safety
-/// `object` is NULL or of `Box::into_raw`, and is not used again.
+/// `object` is NULL or of [`make`], and is not used again.
 pub(super) unsafe fn destroy<T>(object: *mut T) {
-    if !object.is_null() {
-        // SAFETY: as the caller says.
-        let object = unsafe { Box::from_raw(object) };
-        let _ = guarded(|| {
-            drop(object);
-            Ok(())
-        });
+    let made = object.cast::<Made<T>>();
+    // SAFETY: as the caller says; the object is the first field.
+    if made.is_null() || unsafe { (*made).process } != std::process::id() {
+        return;
     }
+    // SAFETY: as above.
+    let made = unsafe { Box::from_raw(made) };
+    let _ = guarded(|| {
+        drop(made);
+        Ok(())
+    });
 }
 
 fn none_if(number: Option<Rank>) -> i32 {

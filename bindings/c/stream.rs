@@ -41,14 +41,14 @@ pub unsafe extern "C" fn tokenyard_stream_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_stream_from_raw(
     device: Option<&tokenyard_device_t>,
-    cuda_stream: *mut c_void,
+    cu_stream: *mut c_void,
     stream: *mut *mut tokenyard_stream_t,
 ) -> tokenyard_status_t {
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("stream", stream)? };
         // SAFETY: the caller vouches for the stream, as stated above.
-        let borrowed = unsafe { object("device", device)?.0.stream_from_raw(cuda_stream as u64)? };
+        let borrowed = unsafe { object("device", device)?.0.stream_from_raw(cu_stream as u64)? };
         out.give(tokenyard_stream_t(borrowed));
         Ok(())
     })
@@ -61,7 +61,8 @@ pub extern "C" fn tokenyard_stream_synchronize(
     stream: Option<&tokenyard_stream_t>,
     timeout_ms: u64,
 ) -> tokenyard_status_t {
-    guarded(|| object("stream", stream)?.0.synchronize(Duration::from_millis(timeout_ms)))
+    // A copy, as in `waiting`.
+    guarded(|| object("stream", stream)?.0.clone().synchronize(Duration::from_millis(timeout_ms)))
 }
 
 /// Sets every byte of `view`, in stream order.
@@ -77,16 +78,16 @@ pub unsafe extern "C" fn tokenyard_stream_fill(
     })
 }
 
-/// Copies `from` to `to`, of equal length, in stream order.
+/// Copies `src` to `dst`, of equal length, in stream order.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_stream_copy(
     stream: Option<&tokenyard_stream_t>,
-    to: tokenyard_view_t,
-    from: tokenyard_view_t,
+    dst: tokenyard_view_t,
+    src: tokenyard_view_t,
 ) -> tokenyard_status_t {
     guarded(|| {
         let stream = &object("stream", stream)?.0;
-        stream.copy(&to.needed("to", stream.device())?, &from.needed("from", stream.device())?)
+        stream.copy(&dst.needed("dst", stream.device())?, &src.needed("src", stream.device())?)
     })
 }
 

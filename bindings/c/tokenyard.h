@@ -5,12 +5,18 @@
  *
  * - A function that can fail returns a status. tokenyard_last_error() has the text of the thread's last failure.
  * - A pointer to an object is NULL or comes from the function that made the object. NULL is refused by name, except by
- *   functions that destroy. Objects may be destroyed in any order, each once.
+ *   functions that destroy. Objects may be destroyed in any order, each once, and not during a call that uses them.
+ *   After a failure the place of a new object has NULL; tokenyard_world_threads leaves its places as they were.
  * - A struct that the caller fills in begins with its size: make it by its function with the suffix _init. 0 in any
  *   other field stands for the default.
  * - The caller keeps the memory of views until the work that uses it is done, on other ranks and in replays, too.
  * - All functions may be called from any thread, also at once. Calls that share a handle or a half wait for each other.
- * - Functions of the caller that the library calls neither throw nor jump.
+ * - Functions of the caller that the library calls neither throw nor jump, and do not use the world or the half of the
+ *   call that calls them.
+ * - Before a rank destroys its contexts and world, it synchronises its streams and calls tokenyard_world_barrier. Calls
+ *   of peers that need a rank which left without that end in errors, some at their deadlines.
+ * - The child of a fork may make objects of its own. Of its copies of the parent's it may only destroy them, which does
+ *   nothing.
  */
 #ifndef TOKENYARD_H
 #define TOKENYARD_H
@@ -807,7 +813,8 @@ tokenyard_status_t tokenyard_world_with_nodes(const tokenyard_world_t *world,
                                               size_t count,
                                               tokenyard_world_t **split);
 
-/// The same world, whose collectives have a deadline of `timeout_ms`. One that passes ends the collectives of all.
+/// The same world, whose collectives have a deadline of `timeout_ms`, at least 1. One that passes ends the collectives
+/// of all.
 tokenyard_status_t tokenyard_world_with_timeout(const tokenyard_world_t *world,
                                                 uint64_t timeout_ms,
                                                 tokenyard_world_t **other);
@@ -947,7 +954,7 @@ tokenyard_status_t tokenyard_stream_create(const tokenyard_device_t *device, tok
 /// the stream, whoever captures keeps every buffer, handle and context that was used until the last replay is over, and
 /// orders replays against other calls of their contexts.
 tokenyard_status_t tokenyard_stream_from_raw(const tokenyard_device_t *device,
-                                             void *cuda_stream,
+                                             void *cu_stream,
                                              tokenyard_stream_t **stream);
 
 /// Waits until all work enqueued so far is done, at most for `timeout_ms`; then `TOKENYARD_DEVICE`, and the work goes
@@ -957,10 +964,10 @@ tokenyard_status_t tokenyard_stream_synchronize(const tokenyard_stream_t *stream
 /// Sets every byte of `view`, in stream order.
 tokenyard_status_t tokenyard_stream_fill(const tokenyard_stream_t *stream, tokenyard_view_t view, uint8_t byte);
 
-/// Copies `from` to `to`, of equal length, in stream order.
+/// Copies `src` to `dst`, of equal length, in stream order.
 tokenyard_status_t tokenyard_stream_copy(const tokenyard_stream_t *stream,
-                                         tokenyard_view_t to,
-                                         tokenyard_view_t from);
+                                         tokenyard_view_t dst,
+                                         tokenyard_view_t src);
 
 /// The `cudaStream_t`, or a number that identifies a stream of a CPU device.
 tokenyard_status_t tokenyard_stream_raw(const tokenyard_stream_t *stream, void **raw);
@@ -1217,7 +1224,8 @@ tokenyard_status_t tokenyard_interrupt_during(const tokenyard_interrupt_t *inter
                                               tokenyard_work_t work,
                                               void *user);
 
-/// Ends the waits under way for which it is in force, and those that begin later. From any thread.
+/// Ends the waits under way for which it is in force, and those that begin later. From any thread, and from a signal
+/// handler.
 tokenyard_status_t tokenyard_interrupt_raise(const tokenyard_interrupt_t *interrupt);
 
 /// Takes it back: waits that begin now are not interrupted.
@@ -1242,7 +1250,7 @@ extern "C" {
 static inline tokenyard_error_info_t tokenyard_error_info_init(void) {
   tokenyard_error_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1250,7 +1258,7 @@ static inline tokenyard_error_info_t tokenyard_error_info_init(void) {
 static inline tokenyard_over_t tokenyard_over_init(void) {
   tokenyard_over_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1258,7 +1266,7 @@ static inline tokenyard_over_t tokenyard_over_init(void) {
 static inline tokenyard_bootstrap_t tokenyard_bootstrap_init(void) {
   tokenyard_bootstrap_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1266,7 +1274,7 @@ static inline tokenyard_bootstrap_t tokenyard_bootstrap_init(void) {
 static inline tokenyard_world_info_t tokenyard_world_info_init(void) {
   tokenyard_world_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1274,7 +1282,7 @@ static inline tokenyard_world_info_t tokenyard_world_info_init(void) {
 static inline tokenyard_device_info_t tokenyard_device_info_init(void) {
   tokenyard_device_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1282,7 +1290,7 @@ static inline tokenyard_device_info_t tokenyard_device_info_init(void) {
 static inline tokenyard_proxy_config_t tokenyard_proxy_config_init(void) {
   tokenyard_proxy_config_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1290,7 +1298,7 @@ static inline tokenyard_proxy_config_t tokenyard_proxy_config_init(void) {
 static inline tokenyard_tuning_t tokenyard_tuning_init(void) {
   tokenyard_tuning_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1298,7 +1306,7 @@ static inline tokenyard_tuning_t tokenyard_tuning_init(void) {
 static inline tokenyard_config_t tokenyard_config_init(void) {
   tokenyard_config_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1306,7 +1314,7 @@ static inline tokenyard_config_t tokenyard_config_init(void) {
 static inline tokenyard_context_info_t tokenyard_context_info_init(void) {
   tokenyard_context_info_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1314,7 +1322,7 @@ static inline tokenyard_context_info_t tokenyard_context_info_init(void) {
 static inline tokenyard_in_place_t tokenyard_in_place_init(void) {
   tokenyard_in_place_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1322,7 +1330,7 @@ static inline tokenyard_in_place_t tokenyard_in_place_init(void) {
 static inline tokenyard_tokens_t tokenyard_tokens_init(void) {
   tokenyard_tokens_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1330,7 +1338,7 @@ static inline tokenyard_tokens_t tokenyard_tokens_init(void) {
 static inline tokenyard_output_t tokenyard_output_init(void) {
   tokenyard_output_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1338,7 +1346,7 @@ static inline tokenyard_output_t tokenyard_output_init(void) {
 static inline tokenyard_rows_t tokenyard_rows_init(void) {
   tokenyard_rows_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1346,7 +1354,7 @@ static inline tokenyard_rows_t tokenyard_rows_init(void) {
 static inline tokenyard_combined_t tokenyard_combined_init(void) {
   tokenyard_combined_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1354,7 +1362,7 @@ static inline tokenyard_combined_t tokenyard_combined_init(void) {
 static inline tokenyard_new_rows_t tokenyard_new_rows_init(void) {
   tokenyard_new_rows_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 
@@ -1362,7 +1370,7 @@ static inline tokenyard_new_rows_t tokenyard_new_rows_init(void) {
 static inline tokenyard_placed_t tokenyard_placed_init(void) {
   tokenyard_placed_t value;
   memset(&value, 0, sizeof value);
-  value.size = (uint32_t)sizeof value;
+  value.size = sizeof value;
   return value;
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Place in the data path: none. On the caller's thread, and waits with the world's deadline.
 
-use super::arguments::{Out, Versioned, give_list, list, list_mut, object, read, text, write_struct};
+use super::arguments::{Out, Versioned, give_list, list, list_mut, make, object, read, reserved, text, write_struct};
 use super::status::{c_string, destroy, guarded, tokenyard_status_t};
 use super::values::{length, milliseconds};
 use crate::base::{Error, Rank, Result};
@@ -230,6 +230,7 @@ unsafe fn place(given: &tokenyard_bootstrap_t) -> Result<Bootstrap> {
     let [addr, token, own_addr] = unsafe {
         [text("address", given.address)?, text("token", given.token)?, text("own_address", given.own_address)?]
     };
+    reserved(given.reserved)?;
     let Ok(port) = u16::try_from(given.port) else {
         return Err(Error::argument("port", given.port, "give a port up to 65535, or 0 for 29611"));
     };
@@ -261,7 +262,7 @@ pub unsafe extern "C" fn tokenyard_world_threads(
         // SAFETY: the caller's pointers.
         let places = unsafe { list_mut("worlds", worlds, made.len())? };
         for (place, world) in places.iter_mut().zip(made) {
-            *place = Box::into_raw(Box::new(tokenyard_world_t(world)));
+            *place = make(tokenyard_world_t(world));
         }
         Ok(())
     })
@@ -299,14 +300,17 @@ pub unsafe extern "C" fn tokenyard_world_with_nodes(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("split", split)? };
+        let world = &object("world", world)?.0;
+        at_most("nodes", count, world.size())?;
         // SAFETY: the caller's pointer.
         let sizes = unsafe { list("sizes", sizes, count)? };
-        out.give(tokenyard_world_t(object("world", world)?.0.clone().with_nodes(sizes)?));
+        out.give(tokenyard_world_t(world.clone().with_nodes(sizes)?));
         Ok(())
     })
 }
 
-/// The same world, whose collectives have a deadline of `timeout_ms`. One that passes ends the collectives of all.
+/// The same world, whose collectives have a deadline of `timeout_ms`, at least 1. One that passes ends the collectives
+/// of all.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_world_with_timeout(
     world: Option<&tokenyard_world_t>,
@@ -316,7 +320,11 @@ pub unsafe extern "C" fn tokenyard_world_with_timeout(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("other", other)? };
-        let world = object("world", world)?.0.clone().with_timeout(Duration::from_millis(timeout_ms));
+        let Some(timeout) = milliseconds(timeout_ms) else {
+            let advice = "give at least 1: a deadline that passes ends the collectives of all ranks";
+            return Err(Error::argument("timeout_ms", 0, advice));
+        };
+        let world = object("world", world)?.0.clone().with_timeout(timeout);
         out.give(tokenyard_world_t(world));
         Ok(())
     })
@@ -336,9 +344,11 @@ pub unsafe extern "C" fn tokenyard_world_regroup(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("regrouped", regrouped)? };
+        let world = waiting(world)?;
+        at_most("members", count, world.first_size())?;
         // SAFETY: the caller's pointer.
         let members = ranks(unsafe { list("members", members, count)? });
-        out.give(tokenyard_world_t(object("world", world)?.0.regroup(generation, &members)?));
+        out.give(tokenyard_world_t(world.regroup(generation, &members)?));
         Ok(())
     })
 }
@@ -357,17 +367,38 @@ pub unsafe extern "C" fn tokenyard_world_regroup_over(
     guarded(|| {
         // SAFETY: the caller's pointer.
         let out = unsafe { Out::new("regrouped", regrouped)? };
-        let world = &object("world", world)?.0;
+        let world = waiting(world)?;
         // SAFETY: the caller's pointer.
-        let members = ranks(unsafe { list("members", members, count)? });
+        let members = unsafe { list("members", members, count)? };
         // SAFETY: the caller's pointer.
         let over = unsafe { read("over", over)? };
+        // From here on a failure releases what was given, and has another status than those before.
+        let mut gather = Gather::of(&over)?;
+        at_most("members", count, world.first_size())?;
+        let members = ranks(members);
         let own = world.original(world.rank());
-        let rank = members.iter().position(|member| *member == own).unwrap_or(0);
-        let gather = Gather::of(&tokenyard_over_t { rank: rank as u32, ranks: members.len() as u32, ..over })?;
+        gather.rank = members.iter().position(|member| *member == own).unwrap_or(0);
+        gather.ranks = members.len();
         out.give(tokenyard_world_t(world.regroup_over(generation, &members, gather)?));
         Ok(())
     })
+}
+
+/// A world that a collective waits in: a copy, as a thread that cannot wait for it may destroy the object meanwhile.
+pub(super) fn waiting(world: Option<&tokenyard_world_t>) -> Result<World> {
+    object("world", world).map(|world| world.0.clone())
+}
+
+/// Refuses a list that is longer than any of its kind, before it is read.
+fn at_most(name: &'static str, count: usize, ranks: usize) -> Result<()> {
+    if count > ranks {
+        return Err(Error::config(
+            name,
+            format!("{count} entries"),
+            format!("give at most {ranks}, one for each rank"),
+        ));
+    }
+    Ok(())
 }
 
 fn ranks(numbers: &[u32]) -> Vec<Rank> {
@@ -445,7 +476,7 @@ pub unsafe extern "C" fn tokenyard_world_lost_peers(
 /// Collective: returns when all ranks have called it.
 #[unsafe(no_mangle)]
 pub extern "C" fn tokenyard_world_barrier(world: Option<&tokenyard_world_t>) -> tokenyard_status_t {
-    guarded(|| object("world", world)?.0.barrier("barrier of the C interface"))
+    guarded(|| waiting(world)?.barrier("barrier of the C interface"))
 }
 
 /// Collective: `bytes` bytes from `mine` of each rank into `all`, by rank; as many bytes on all ranks.
@@ -457,7 +488,7 @@ pub unsafe extern "C" fn tokenyard_world_all_gather(
     all: *mut c_void,
 ) -> tokenyard_status_t {
     guarded(|| {
-        let world = &object("world", world)?.0;
+        let world = waiting(world)?;
         // SAFETY: the caller's pointer.
         let mine = unsafe { list("mine", mine.cast::<u8>(), bytes)? };
         let room = bytes.saturating_mul(world.size());

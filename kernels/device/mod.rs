@@ -407,17 +407,22 @@ impl HostBuffer {
     /// # Errors
     /// `Argument` beyond the buffer.
     pub fn read_i32(&self, first: usize, numbers: &mut [i32]) -> Result<()> {
+        let words = self.words_i32(first, numbers.len())?;
+        numbers.iter_mut().zip(words).for_each(|(number, word)| *number = word.load(Ordering::Acquire));
+        Ok(())
+    }
+
+    /// The words of `count` int32 numbers from number `first` on, which host and device access atomically.
+    pub(crate) fn words_i32(&self, first: usize, count: usize) -> Result<&[AtomicI32]> {
         let there = self.memory.bytes / size_of::<i32>();
         // SAFETY: the buffer is aligned to more than 4 bytes, zeroed when made, and lives as long as `self`; the host
         // accesses it atomically alone, and kernels store aligned words.
         let words = unsafe { std::slice::from_raw_parts(self.memory.host.cast::<AtomicI32>(), there) };
-        let end = first.checked_add(numbers.len());
-        let Some(words) = end.and_then(|end| words.get(first..end)) else {
-            let value = format!("{first}, with {} from there", numbers.len());
-            return Err(Error::argument("first", value, format!("stay within the buffer's {there} numbers")));
-        };
-        numbers.iter_mut().zip(words).for_each(|(number, word)| *number = word.load(Ordering::Acquire));
-        Ok(())
+        let end = first.checked_add(count);
+        end.and_then(|end| words.get(first..end)).ok_or_else(|| {
+            let value = format!("{first}, with {count} from there");
+            Error::argument("first", value, format!("stay within the buffer's {there} numbers"))
+        })
     }
 
     /// Its first byte, in the host's addresses.

@@ -1,4 +1,8 @@
 /* What is refused, with its status and what its message names; on one rank. */
+#define _POSIX_C_SOURCE 200809L
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "layer.h"
 
 static tokenyard_world_t *world;
@@ -6,6 +10,13 @@ static tokenyard_device_t *device;
 static tokenyard_stream_t *stream;
 static tokenyard_context_t *context;
 static tokenyard_handle_t *handle;
+
+static int32_t gathers_never(void *user, const char *what, const void *mine, size_t bytes, void *all, uint64_t time) {
+  (void)user, (void)what, (void)mine, (void)bytes, (void)all, (void)time;
+  return 1;
+}
+
+static void counts_up(void *user) { ++*(size_t *)user; }
 
 /* A struct of a later version, which has a field more. */
 struct later {
@@ -89,6 +100,7 @@ static void values_that_are_none(struct memory *m) {
   tokenyard_config_t config = config_of(device);
   tokenyard_context_t *other;
   tokenyard_stream_t *borrowed;
+  tokenyard_world_t *no_world;
   const tokenyard_status_t invalid = TOKENYARD_INVALID_ARGUMENT;
   tokens.index_type = 77;
   REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument index_type is 77");
@@ -104,6 +116,9 @@ static void values_that_are_none(struct memory *m) {
   output = output_in(m, 1);
   output.expert_offset = output.expert_count;
   REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "expert_offset");
+  output = output_in(m, 1);
+  output.reserved = 1;
+  REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument reserved is 1");
   config.format = 99;
   REFUSED(tokenyard_context_create(world, &config, &other), invalid, "argument format is 99");
   CHECK(other == NULL);
@@ -111,7 +126,66 @@ static void values_that_are_none(struct memory *m) {
   config.hidden = 3;
   REFUSED(tokenyard_context_create(world, &config, &other), TOKENYARD_INVALID_CONFIG, "configuration hidden is 3");
   REFUSED(tokenyard_stream_from_raw(device, NULL, &borrowed), invalid, "cu_stream");
+  REFUSED(tokenyard_world_with_timeout(world, 0, &no_world), invalid, "argument timeout_ms is 0");
   REFUSED(tokenyard_stream_synchronize(NULL, 1), invalid, "stream");
+}
+
+/* Lengths that are refused are not those of the caller's memory: nothing of it is read or written. */
+static void lengths_beyond_memory(void) {
+  const size_t huge = (size_t)1 << 46;
+  const uint32_t ranks[1] = {0};
+  const size_t sizes[1] = {1};
+  tokenyard_config_t config = config_of(device);
+  tokenyard_tuning_t tuning = tokenyard_tuning_init();
+  tokenyard_over_t over = tokenyard_over_init();
+  tokenyard_context_t *none;
+  tokenyard_world_t *no_world;
+  tokenyard_buffer_t *buffer;
+  tokenyard_host_buffer_t *host;
+  unsigned char bytes[16];
+  int32_t numbers[4] = {1, 2, 3, 4};
+  size_t released = 0;
+  const tokenyard_status_t invalid = TOKENYARD_INVALID_ARGUMENT, unusable = TOKENYARD_INVALID_CONFIG;
+  config.placement = ranks;
+  config.experts = huge;
+  REFUSED(tokenyard_context_create(world, &config, &none), unusable, "configuration experts is");
+  config = config_of(device);
+  config.tuning = &tuning;
+  tuning.replica_table = ranks;
+  tuning.replica_table_count = huge;
+  REFUSED(tokenyard_context_create(world, &config, &none), unusable, "configuration replica_table is");
+  REFUSED(tokenyard_world_with_nodes(world, sizes, huge, &no_world), unusable, "configuration nodes is");
+  REFUSED(tokenyard_world_regroup(world, 1, ranks, huge, &no_world), unusable, "configuration members is");
+  over.all_gather = gathers_never;
+  over.release = counts_up;
+  over.user = &released;
+  REFUSED(tokenyard_world_regroup_over(world, 1, ranks, huge, &over, &no_world), unusable, "configuration members is");
+  CHECK(released == 1);
+  REFUSED(tokenyard_world_regroup_over(world, 1, NULL, 1, &over, &no_world), invalid, "argument members is NULL");
+  CHECK(released == 1);
+  OK(tokenyard_buffer_create(device, 8, &buffer));
+  OK(tokenyard_host_buffer_create(device, 8, &host));
+  memset(bytes, 7, sizeof bytes);
+  REFUSED(tokenyard_buffer_read(buffer, 0, bytes, sizeof bytes), invalid, "stay within the buffer's 8 bytes");
+  REFUSED(tokenyard_buffer_read(buffer, 0, bytes, huge), invalid, "stay within the buffer's 8 bytes");
+  REFUSED(tokenyard_host_buffer_read_i32(host, 0, numbers, 4), invalid, "stay within the buffer's 2 numbers");
+  REFUSED(tokenyard_host_buffer_read_i32(host, 0, numbers, huge), invalid, "stay within the buffer's 2 numbers");
+  CHECK(bytes[0] == 7 && bytes[15] == 7 && numbers[0] == 1 && numbers[3] == 4);
+  tokenyard_buffer_destroy(buffer);
+  tokenyard_host_buffer_destroy(host);
+}
+
+/* A text that is refused may be a secret, and logs have messages. */
+static void texts_that_are_none(void) {
+  tokenyard_bootstrap_t bootstrap = tokenyard_bootstrap_init();
+  tokenyard_world_t *none;
+  bootstrap.ranks = 1;
+  bootstrap.token = "secret\xff";
+  REFUSED(tokenyard_world_join(&bootstrap, &none), TOKENYARD_INVALID_ARGUMENT, "argument token is 7 bytes");
+  CHECK(strstr(tokenyard_last_error(), "secret") == NULL);
+  bootstrap.token = "secret";
+  bootstrap.reserved = 1;
+  REFUSED(tokenyard_world_join(&bootstrap, &none), TOKENYARD_INVALID_ARGUMENT, "argument reserved is 1");
 }
 
 /* The output has room for fewer rows than come; the next call works. */
@@ -198,6 +272,32 @@ static void memory_of_the_library(void) {
   tokenyard_host_buffer_destroy(host);
 }
 
+/* A call that the child enqueues never runs, as it has no thread of the device: nothing waits for that. */
+static void a_fork_that_destroys_its_copies(struct memory *m) {
+  tokenyard_tokens_t tokens = tokens_in(m);
+  tokenyard_output_t output = output_in(m, 1);
+  int status = 0;
+  pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(5);
+    (void)tokenyard_dispatch(context, stream, &tokens, &output, handle);
+    tokenyard_handle_destroy(handle);
+    tokenyard_context_destroy(context);
+    tokenyard_stream_destroy(stream);
+    tokenyard_device_destroy(device);
+    tokenyard_world_destroy(world);
+    OK(tokenyard_device_cpu(&device));
+    tokenyard_device_destroy(device);
+    _exit(0);
+  }
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  OK(tokenyard_dispatch(context, stream, &tokens, &output, handle));
+  OK(tokenyard_stream_synchronize(stream, PATIENCE_MS));
+  OK(tokenyard_context_check(context));
+}
+
 int main(void) {
   tokenyard_config_t config;
   struct memory *m;
@@ -213,9 +313,12 @@ int main(void) {
   pointers_that_are_null(m);
   structs_of_other_sizes_and_places(m);
   values_that_are_none(m);
+  lengths_beyond_memory();
+  texts_that_are_none();
   an_output_that_is_too_small(m);
   an_interrupt_ends_a_wait();
   memory_of_the_library();
+  a_fork_that_destroys_its_copies(m);
   tokenyard_handle_destroy(handle);
   tokenyard_context_destroy(context);
   tokenyard_stream_destroy(stream);

@@ -1,5 +1,6 @@
 // The C interface from C++: ranks are threads, of a world of threads and of a world over an all-gather of this program.
 // Layouts other than the contiguous one, payloads, masks, formats by call, placements, in-place output.
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -425,6 +426,57 @@ void in_place(World world) {
   free(block);
 }
 
+/// What the check of an interrupt finds.
+struct Counting {
+  tokenyard_context_t *context;
+  tokenyard_sent_t *sent;
+  std::atomic<bool> *asked;
+};
+
+/// Asks for the counts for which the thread waits already: refused, where it would wait for itself.
+extern "C" int32_t asks_again(void *user) {
+  const Counting *own = static_cast<Counting *>(user);
+  tokenyard_counts_t *counts;
+  REFUSED(tokenyard_dispatch_counts(own->context, own->sent, PATIENCE_MS, &counts), TOKENYARD_INVALID_ARGUMENT,
+          "argument sent is in use by a call of this thread");
+  own->asked->store(true);
+  return 0;
+}
+
+extern "C" void wait_for_counts(void *user) {
+  const Counting *own = static_cast<Counting *>(user);
+  tokenyard_counts_t *counts;
+  OK(tokenyard_dispatch_counts(own->context, own->sent, PATIENCE_MS, &counts));
+  tokenyard_counts_destroy(counts);
+}
+
+/// Rank 1 sends only after rank 0's check was asked.
+void counts_with_a_check(World world) {
+  static std::atomic<bool> asked{false};
+  Rank own(std::move(world), keep);
+  void *block;
+  memory *m = memory_of(own.rank, own.ranks, &block);
+  tokenyard_sent_t *sent;
+  OK(tokenyard_sent_create(&sent));
+  const tokenyard_tokens_t tokens = tokens_in(m);
+  const tokenyard_output_t output = output_in(m, 1);
+  if (own.rank == 1)
+    while (!asked) std::this_thread::yield();
+  OK(tokenyard_dispatch_send_counts(own.context.get(), own.stream.get(), &tokens, sent));
+  if (own.rank == 0) {
+    Counting counting{own.context.get(), sent, &asked};
+    tokenyard_interrupt_t *interrupt;
+    OK(tokenyard_interrupt_create(asks_again, &counting, &interrupt));
+    OK(tokenyard_interrupt_during(interrupt, wait_for_counts, &counting));
+    tokenyard_interrupt_destroy(interrupt);
+  }
+  OK(tokenyard_dispatch_recv(own.context.get(), own.stream.get(), sent, &output, own.handle.get()));
+  own.wait();
+  tokenyard_sent_destroy(sent);
+  OK(tokenyard_world_barrier(own.world.get()));
+  free(block);
+}
+
 /// Runs each rank on a thread of its own.
 void run(size_t ranks, void (*rank)(World)) {
   std::vector<tokenyard_world_t *> worlds(ranks);
@@ -466,6 +518,36 @@ void run_over(int ranks) {
   CHECK(world == nullptr && lonely.released);
 }
 
+struct Leaving {
+  tokenyard_world_t *world;
+  int released;
+};
+
+extern "C" int32_t leaves(void *user, const char *, const void *mine, size_t bytes, void *all, uint64_t) {
+  Leaving *own = static_cast<Leaving *>(user);
+  tokenyard_world_t *world = own->world;
+  own->world = nullptr;
+  tokenyard_world_destroy(world); // NULL while the world is formed
+  CHECK(own->released == 0);
+  memcpy(all, mine, bytes);
+  return 0;
+}
+
+extern "C" void has_left(void *user) { static_cast<Leaving *>(user)->released++; }
+
+/// A world that is destroyed during its collective goes once the collective is over.
+void destroyed_meanwhile() {
+  Leaving leaving{nullptr, 0};
+  tokenyard_over_t over = tokenyard_over_init();
+  over.ranks = 1;
+  over.all_gather = leaves;
+  over.release = has_left;
+  over.user = &leaving;
+  OK(tokenyard_world_over(&over, &leaving.world));
+  OK(tokenyard_world_barrier(leaving.world));
+  CHECK(leaving.world == nullptr && leaving.released == 1);
+}
+
 } // namespace
 
 int main() {
@@ -475,7 +557,9 @@ int main() {
   run(2, without_the_other);
   run(2, of_another_format);
   run(2, in_place);
+  run(2, counts_with_a_check);
   run_over(2);
+  destroyed_meanwhile();
   printf("threads: all right\n");
   return 0;
 }
