@@ -57,6 +57,26 @@ def test_tensors_of_each_dtype(dtype):
     in_ranks(tokenyard.World.threads(case.ranks), rank)
 
 
+class Subclass(torch.Tensor):
+    """What torch's functions of C do not take, so that it is asked in Python."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Subclass)])
+def test_tensors_of_other_classes(kind):
+    case = Case(ranks=1, seed=8)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    x, ids, weights = (torch.from_numpy(value) for value in (case.x[0], case.ids[0], case.weights[0]))
+    wide = torch.zeros(len(x), case.hidden + 16)
+    wide[:, : case.hidden] = x
+    for given in (x, wide[:, : case.hidden]):
+        got = ep.dispatch(kind(given), ids, kind(weights))
+        for i, expert in enumerate(ep.local_experts):
+            part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+            np.testing.assert_array_equal(got.rows[part].detach().numpy(), case.rows_of(expert))
+    with pytest.raises(TypeError, match="x has the dtype torch.int8"):
+        ep.dispatch(x.to(torch.int8), ids, weights)
+
+
 def test_tensors_that_are_none_of_ours_are_refused():
     case = Case(ranks=1)
     ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)

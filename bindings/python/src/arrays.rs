@@ -117,7 +117,15 @@ impl Array {
     /// The array that an argument is.
     pub fn of(name: &'static str, value: &Bound<'_, PyAny>, writes: bool) -> PyResult<Array> {
         let py = value.py();
+        if let Some(Some(tensors)) = TENSORS.get(py)
+            && tensors.takes(value)
+            && let Some(described) = tensors.described(name, value)
+        {
+            must_not_be_negative(name, value)?;
+            return Ok(Array::described(name, value, described, None));
+        }
         if value.hasattr(intern!(py, "data_ptr"))? {
+            TENSORS.get_or_try_init(py, || dlpack::Tensors::of_torch(py))?;
             return Array::of_torch(name, value);
         }
         if let Ok(interface) = value.getattr(intern!(py, "__cuda_array_interface__")) {
@@ -138,11 +146,19 @@ impl Array {
     }
 
     fn of_dlpack(name: &'static str, value: &Bound<'_, PyAny>, writes: bool) -> PyResult<Array> {
-        let (capsule, dlpack::Described { pointer, shape, strides, element, place }) =
-            dlpack::described(name, value, writes)?;
+        let (capsule, described) = dlpack::described(name, value, writes)?;
+        Ok(Array::described(name, value, described, Some(capsule.unbind())))
+    }
+
+    fn described(
+        name: &'static str,
+        value: &Bound<'_, PyAny>,
+        described: dlpack::Described,
+        capsule: Option<Py<PyCapsule>>,
+    ) -> Array {
+        let dlpack::Described { pointer, shape, strides, element, place } = described;
         let strides = strides.unwrap_or_else(|| packed(&shape, element.bytes()));
-        let (owner, capsule) = (value.clone().unbind(), Some(capsule.unbind()));
-        Ok(Array { name, owner, capsule, pointer, shape, strides, element, place })
+        Array { name, owner: value.clone().unbind(), capsule, pointer, shape, strides, element, place }
     }
 
     /// An array without gaps whose elements are of one of these types.
@@ -167,10 +183,7 @@ impl Array {
             let layout = tensor.getattr(intern!(py, "layout"))?;
             return Err(PyTypeError::new_err(format!("{name} has the layout {layout}: give a dense tensor")));
         }
-        if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-            let advice = "its memory holds the negative: give its resolve_neg()";
-            return Err(PyValueError::new_err(format!("{name} is a negative view, {advice}")));
-        }
+        must_not_be_negative(name, tensor)?;
         let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
@@ -369,6 +382,18 @@ fn packed(shape: &[usize], element: usize) -> Vec<usize> {
     }
     strides.reverse();
     strides
+}
+
+/// How torch tells of tensors in C, where it does; looked for once a tensor comes.
+static TENSORS: PyOnceLock<Option<dlpack::Tensors>> = PyOnceLock::new();
+
+/// Refuses a view whose memory holds the negative of its elements.
+fn must_not_be_negative(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    if !tensor.call_method0(intern!(tensor.py(), "is_neg"))?.is_truthy()? {
+        return Ok(());
+    }
+    let advice = "its memory holds the negative: give its resolve_neg()";
+    Err(PyValueError::new_err(format!("{name} is a negative view, {advice}")))
 }
 
 /// torch's layout of dense tensors, a single object.

@@ -1,11 +1,13 @@
-//! Arrays that have `__dlpack__` alone. The structures are those of DLPack's header (`dlpack.h`). Producers are asked
-//! for version 1, whose capsules say what may not be written; older ones make capsules without a version.
+//! Arrays that have `__dlpack__` alone, and tensors of torch by functions of C. The structures are those of DLPack's
+//! header (`dlpack.h`). Producers are asked for version 1, whose capsules say what may not be written; older ones make
+//! capsules without a version.
 
 use super::arrays::{Element, Place};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::slice;
 
 #[repr(C)]
@@ -108,6 +110,11 @@ pub(super) fn described<'py>(
         // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor and lives as above.
         unsafe { pointer.as_ref() }
     };
+    Ok((capsule, read(name, tensor)?))
+}
+
+/// What a tensor says of its memory.
+fn read(name: &'static str, tensor: &Tensor) -> PyResult<Described> {
     let dimensions = usize::try_from(tensor.dimensions).unwrap_or(0);
     let whole = |name: &'static str, at: *const i64| -> PyResult<Vec<usize>> {
         if at.is_null() || dimensions == 0 {
@@ -141,8 +148,7 @@ pub(super) fn described<'py>(
         Some(whole(name, tensor.strides)?.into_iter().map(bytes).collect())
     };
     let pointer = (tensor.data as u64).wrapping_add(tensor.byte_offset);
-    let described = Described { pointer, shape, strides, element, place };
-    Ok((capsule, described))
+    Ok(Described { pointer, shape, strides, element, place })
 }
 
 /// A capsule of version 1, or without a version from a producer that knows none.
@@ -157,4 +163,68 @@ fn exported<'py>(value: &Bound<'py, PyAny>, arguments: &Bound<'py, PyDict>) -> P
         made => made?,
     };
     Ok(made.cast_into::<PyCapsule>()?)
+}
+
+/// `DLPackExchangeAPI`: functions of C by which a library tells of its arrays, without Python in between.
+#[repr(C)]
+struct Exchange {
+    major: u32,
+    minor: u32,
+    earlier: *mut c_void,
+    allocate: *mut c_void,
+    lend: *mut c_void,
+    make: *mut c_void,
+    /// What an array says, as long as nobody changes it. 0, or -1 with an exception.
+    describe: Option<unsafe extern "C" fn(*mut c_void, *mut MaybeUninit<Tensor>) -> c_int>,
+}
+
+/// torch's way to tell of tensors, where its version has one.
+pub(super) struct Tensors {
+    describe: unsafe extern "C" fn(*mut c_void, *mut MaybeUninit<Tensor>) -> c_int,
+    /// The types whose objects it takes, which live as long as the interpreter.
+    types: [usize; 2],
+}
+
+impl Tensors {
+    /// That of the torch that is loaded.
+    pub fn of_torch(py: Python<'_>) -> PyResult<Option<Tensors>> {
+        let torch = py.import("torch")?;
+        let tensor = torch.getattr("Tensor")?;
+        let Ok(capsule) = tensor.getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
+        let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
+        let Ok(exchange) = capsule.pointer_checked(Some(c"dlpack_exchange_api")) else { return Ok(None) };
+        // SAFETY: a capsule of this name holds a `DLPackExchangeAPI`, which is static; in every version it begins with
+        // the version.
+        let major = unsafe { exchange.cast::<u32>().read() };
+        if major != 1 {
+            return Ok(None);
+        }
+        // SAFETY: as above, and of a version whose fields are these.
+        let describe = unsafe { exchange.cast::<Exchange>().as_ref() }.describe;
+        let parameter = torch.getattr("nn")?.getattr("Parameter")?;
+        let types = [tensor.as_ptr() as usize, parameter.as_ptr() as usize];
+        Ok(describe.map(|describe| Tensors { describe, types }))
+    }
+
+    /// Whether it takes this object.
+    pub fn takes(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.types.contains(&(value.get_type_ptr() as usize))
+    }
+
+    /// What a tensor says; None of one that is better asked in Python, which knows why it is refused.
+    pub fn described(&self, name: &'static str, value: &Bound<'_, PyAny>) -> Option<Described> {
+        let mut tensor = MaybeUninit::uninit();
+        // SAFETY: the object is of a type that the function takes, and the interpreter's lock is held.
+        if unsafe { (self.describe)(value.as_ptr().cast(), &mut tensor) } != 0 {
+            drop(PyErr::take(value.py()));
+            return None;
+        }
+        // SAFETY: the function has filled it. Nothing runs that could change the tensor before it is read.
+        let tensor = unsafe { tensor.assume_init_ref() };
+        // int8, which torch's tensors of rows may not be.
+        if (tensor.code, tensor.bits) == (0, 8) {
+            return None;
+        }
+        read(name, tensor).ok()
+    }
 }

@@ -6,6 +6,7 @@ import itertools
 import sys
 import weakref
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import (
     Any, Callable, ContextManager, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple,
 )
@@ -450,7 +451,7 @@ class AllToAll:
             return 0
         if torch is None:
             return int(cupy.cuda.get_current_stream().ptr)  # type: ignore[union-attr]
-        return int(torch.cuda.current_stream(self._context.ordinal).cuda_stream)
+        return _torch_stream(torch, self._context.ordinal)
 
 
 def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
@@ -459,14 +460,21 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
     if torch is not None and isinstance(like, torch.Tensor):
         if like.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x is on {like.device.type}: give a tensor on cpu or cuda")
-        types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
-        types.update(fp8=torch.float8_e4m3fn, i64=torch.int64)
-        return lambda shape, dtype: torch.empty(shape, dtype=types[dtype], device=like.device)
+        empty, types, device = torch.empty, _torch_types(), like.device
+        return lambda shape, dtype: empty(shape, dtype=types[dtype], device=device)
     library = sys.modules.get(type(like).__module__.partition(".")[0])
     if library is None or not hasattr(library, "empty"):
         raise TypeError(f"x is a {type(like).__name__}: give an array of torch, numpy or cupy, or an output")
     names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "i64": "int64", "fp8": "uint8"}
     return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
+
+
+@lru_cache(maxsize=None)
+def _torch_types() -> Dict[str, Any]:
+    import torch
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+    return {**types, "i32": torch.int32, "i64": torch.int64}
 
 
 def _words(payload: Any) -> int:
@@ -481,11 +489,17 @@ def _stream(array: Any, given: Any) -> int:
         return int(getattr(given, "cuda_stream", getattr(given, "ptr", given)))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return int(torch.cuda.current_stream(array.device).cuda_stream) if array.is_cuda else 0
+        return _torch_stream(torch, array.get_device()) if array.is_cuda else 0
     cupy = sys.modules.get("cupy")
     if cupy is not None and hasattr(array, "__cuda_array_interface__"):
         return int(cupy.cuda.get_current_stream().ptr)
     return 0
+
+
+def _torch_stream(torch: Any, ordinal: Optional[int]) -> int:
+    """The address of the current stream, in one call of C where torch has it."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(raw(ordinal) if raw is not None else torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def _owner(like: Any, stream: Any) -> ContextManager[Any]:
