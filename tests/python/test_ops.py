@@ -94,6 +94,9 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
         for _ in range(2):
             x.grad = w.grad = None
             got = ops.dispatch(ep, x, ids, w, layout=layout, exact=exact, align=1)
+            if exact:
+                assert ops.host_counts(got)[0] == got.counts.tolist()
+                assert len(ops.host_counts(got)[1]) == case.ranks
             y = ops.combine(applied(got, ep, layout), got)
             y.backward(towards(case, r))
             wanted, x_grad, w_grad = reference(case, r, r)
@@ -232,6 +235,8 @@ def test_what_operators_refuse():
     ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
     x, ids, w = tensors(case, 0, grad=True)
     got = ops.dispatch(ep, x, ids, w)
+    with pytest.raises(ValueError, match="the host did not wait for: dispatch with exact=True"):
+        ops.host_counts(got)
     with pytest.raises(RuntimeError, match="combine has weights from dispatch, so there is no gradient: use a format"):
         got.rows.sum().backward()
     with pytest.raises(RuntimeError, match="so there is no gradient"):

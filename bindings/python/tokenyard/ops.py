@@ -16,7 +16,7 @@ collective, so every rank runs backward, too.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -168,10 +168,21 @@ def _choices(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> to
     return torch.cat((topk_idx.to(torch.int32).view(torch.float32), topk_weights), 1)
 
 
+_EXPERTS: MutableMapping[AllToAll, Dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _experts(ep: AllToAll, device: torch.device) -> torch.Tensor:
+    """Numbers of this rank's experts. Copied once, as a capture refuses copies from memory that is not pinned."""
+    made = _EXPERTS.setdefault(ep, {})
+    if device not in made:
+        made[device] = torch.tensor(ep.local_experts, dtype=torch.int32).to(device)
+    return made[device]
+
+
 def _weigh(ep: AllToAll, made: Dict[str, torch.Tensor]) -> None:
     """Computes row weights: those of the choice that names the row's expert."""
     local, words = made["row_expert"], made["payload"].flatten(0, -2)
-    experts = torch.tensor(ep.local_experts, dtype=torch.int32).to(local.device, non_blocking=True)
+    experts = _experts(ep, local.device)
     named, weights = words[:, : ep.top_k].view(torch.int32), words[:, ep.top_k :]
     of_row = experts[local.clamp(min=0).long()] if experts.numel() else local
     match = (named == of_row[:, None]) & (local >= 0)[:, None]
