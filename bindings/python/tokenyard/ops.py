@@ -25,7 +25,7 @@ from ._native import Format, Output
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
-    "dispatch_into", "dispatch_recv", "dispatch_send",
+    "dispatch_into", "dispatch_recv", "dispatch_send", "host_counts",
 ]
 
 _TYPES = {
@@ -63,6 +63,7 @@ class _Kept:
 
     def __init__(self, ep: AllToAll, value: Any, layout: str, storage: Any) -> None:
         self.ep, self.value, self.layout, self.storage = ep, value, layout, storage
+        self.counts: Optional[Tuple[List[int], List[int]]] = None
 
 
 _KEPT: Dict[int, _Kept] = {}
@@ -70,7 +71,9 @@ _KEPT: Dict[int, _Kept] = {}
 _LAST = [0]
 
 
-def _keep(x: torch.Tensor, ep: AllToAll, value: Any, layout: str) -> torch.Tensor:
+def _keep(
+    x: torch.Tensor, ep: AllToAll, value: Any, layout: str, counts: Optional[Tuple[List[int], List[int]]] = None
+) -> torch.Tensor:
     """The tensor that stands for a value."""
     if x.is_cuda:
         tensor = torch.empty(1, dtype=torch.int64, device=x.device)
@@ -87,7 +90,8 @@ def _keep(x: torch.Tensor, ep: AllToAll, value: Any, layout: str) -> torch.Tenso
         if kept is not None and kept.storage is storage:
             del _KEPT[key]
 
-    _KEPT[key] = _Kept(ep, value, layout, weakref.ref(tensor.untyped_storage(), gone))
+    _KEPT[key] = kept = _Kept(ep, value, layout, weakref.ref(tensor.untyped_storage(), gone))
+    kept.counts = counts
     return tensor
 
 
@@ -211,12 +215,13 @@ def _dispatch(
     zero: bool,
 ) -> List[torch.Tensor]:
     ep = _context(context)
-    stated = ep.formats[format]
+    stated, counts = ep.formats[format], None
     payload = _choices(topk_idx, topk_weights) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
         sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
-        capacity = ep.rows_of_counts(*ep.counts(sent), layout=layout, align=align)
+        counts = ep.counts(sent)
+        capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
         made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
         handle = ep.dispatch_recv(sent, _output(ep, stated, layout, align, made, row_weights))
     else:
@@ -226,7 +231,7 @@ def _dispatch(
         handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
     if row_weights:
         _weigh(ep, made)
-    made["handle"] = _keep(x, ep, handle, layout)
+    made["handle"] = _keep(x, ep, handle, layout, counts)
     return [made[name] for name in _names(stated, layout, row_weights)]
 
 
@@ -545,6 +550,14 @@ def dispatch(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero
     )
     return _named(got, x.shape[0], has_scales, layout, row_weights)
+
+
+def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
+    """The counts for which the host waited in a dispatch with `exact`, as `AllToAll.counts`: without another wait."""
+    counts = _kept("handle", got.handle).counts
+    if counts is None:
+        raise ValueError("got is of a dispatch that the host did not wait for: dispatch with exact=True")
+    return counts
 
 
 def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:
