@@ -408,7 +408,7 @@ def program_of_rank(size, rank, port, folder):
     integration.register(timeout=30)
     cases = torch.load(folder / "cases.pt", weights_only=False)
     report = {}
-    for name in (LAYERS + MODELS + REFUSALS) if size == min(SIZES) else LAYERS:
+    for name in cases_over(size):
         started = time.monotonic()
         try:
             if name in LAYERS:
@@ -498,11 +498,13 @@ def reports(tmp_path_factory):
     return found, ran.stderr[-2000:]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", LAYERS + MODELS + REFUSALS)
-def test_transformers_layers_over_ranks(reports, name, size):
-    if name not in LAYERS and size != min(SIZES):
-        pytest.skip(f"{name} runs over {min(SIZES)} ranks")
+def cases_over(size):
+    """Whole models run over the fewest ranks alone."""
+    return LAYERS + (MODELS + REFUSALS) * (size == min(SIZES))
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for size in SIZES for name in cases_over(size)])
+def test_transformers_over_ranks(reports, name, size):
     found, printed = reports
     for rank in range(size):
         said = found.get(f"{size}-{rank}", {}).get(name, f"not run: {printed}")

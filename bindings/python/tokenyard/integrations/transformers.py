@@ -41,7 +41,7 @@ from ..deep_ep._contexts import more_tokens_than_room
 
 __all__ = ["TESTED_VERSIONS", "register"]
 
-TESTED_VERSIONS = ("5.24.0",)
+TESTED_VERSIONS = ("5.23.0", "5.24.0")
 """Versions of transformers with which tests/python/test_transformers.py ran."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
