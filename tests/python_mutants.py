@@ -54,7 +54,7 @@ MUTANTS = [
     ("strides of scales exchanged", ARGUMENTS, "call.view(&scales)?, token_bytes, word_bytes", "call.view(&scales)?, word_bytes, token_bytes",
      DEEP_EP),
     ("a payload left behind", ARGUMENTS, "    Ok((to.payload(payload), tokens))\n", "    let _ = payload;\n    Ok((to, tokens))\n", OPERATORS),
-    ("calls not waited for", CONTEXT, "errors::wait(py, || self.stream.synchronize(self.patience))", "Ok(())", PLAIN),
+    ("calls not waited for", CONTEXT, "errors::wait(py, || self.stream.synchronize(self.patience))", "Ok::<(), PyErr>(())", PLAIN),
     ("gaps between rows not seen", ARRAYS, "Ok((self.len() > 1).then_some(rows_apart))", "Ok(Some(rows_apart).filter(|_| false))", PLAIN),
     ("sums written over what was there", CONTEXT, ".accumulate(accumulate)", ".accumulate(accumulate && false)", DEEP_EP),
     ("new rows in the context's format", CONTEXT, "format.unwrap_or(&handle.format)", "format.unwrap_or(&self.format)", PLAIN),

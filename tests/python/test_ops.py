@@ -126,6 +126,9 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
                 rows = sum(len(case.rows_of(e)) for e in ep.local_experts) if not duplicates else None
                 used = int((got.row_weights != 0).sum())
                 assert rows is None or used == rows, "rows that are none have the weight 0, others their own"
+            if exact:
+                assert ops.host_counts(got)[0] == got.counts.tolist()
+                assert len(ops.host_counts(got)[1]) == case.ranks
             y = ops.combine(applied(got, ep, layout), got)
             y.backward(towards(case, r).to(DEVICE))
             wanted, x_grad, w_grad = reference(case, r, r)
@@ -265,6 +268,8 @@ def test_what_operators_refuse():
     ep = context(tokenyard.World.threads(1)[0], case)
     x, ids, w = tensors(case, 0, grad=True)
     got = ops.dispatch(ep, x, ids, w)
+    with pytest.raises(ValueError, match="the host did not wait for: dispatch with exact=True"):
+        ops.host_counts(got)
     with pytest.raises(RuntimeError, match="combine has weights from dispatch, so there is no gradient: use a format"):
         got.rows.sum().backward()
     with pytest.raises(RuntimeError, match="so there is no gradient"):

@@ -16,7 +16,7 @@ collective, so every rank runs backward, too.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -25,7 +25,7 @@ from ._native import Format, Output
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
-    "dispatch_into", "dispatch_recv", "dispatch_send",
+    "dispatch_into", "dispatch_recv", "dispatch_send", "host_counts",
 ]
 
 _TYPES = {
@@ -63,6 +63,7 @@ class _Kept:
 
     def __init__(self, ep: AllToAll, value: Any, layout: str, storage: Any) -> None:
         self.ep, self.value, self.layout, self.storage = ep, value, layout, storage
+        self.counts: Optional[Tuple[List[int], List[int]]] = None
 
 
 _KEPT: Dict[int, _Kept] = {}
@@ -70,7 +71,9 @@ _KEPT: Dict[int, _Kept] = {}
 _LAST = [0]
 
 
-def _keep(x: torch.Tensor, ep: AllToAll, value: Any, layout: str) -> torch.Tensor:
+def _keep(
+    x: torch.Tensor, ep: AllToAll, value: Any, layout: str, counts: Optional[Tuple[List[int], List[int]]] = None
+) -> torch.Tensor:
     """The tensor that stands for a value."""
     if x.is_cuda:
         tensor = torch.empty(1, dtype=torch.int64, device=x.device)
@@ -87,7 +90,8 @@ def _keep(x: torch.Tensor, ep: AllToAll, value: Any, layout: str) -> torch.Tenso
         if kept is not None and kept.storage is storage:
             del _KEPT[key]
 
-    _KEPT[key] = _Kept(ep, value, layout, weakref.ref(tensor.untyped_storage(), gone))
+    _KEPT[key] = kept = _Kept(ep, value, layout, weakref.ref(tensor.untyped_storage(), gone))
+    kept.counts = counts
     return tensor
 
 
@@ -168,10 +172,21 @@ def _choices(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> to
     return torch.cat((topk_idx.to(torch.int32).view(torch.float32), topk_weights), 1)
 
 
+_EXPERTS: MutableMapping[AllToAll, Dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _experts(ep: AllToAll, device: torch.device) -> torch.Tensor:
+    """Numbers of this rank's experts. Copied once, as a capture refuses copies from memory that is not pinned."""
+    made = _EXPERTS.setdefault(ep, {})
+    if device not in made:
+        made[device] = torch.tensor(ep.local_experts, dtype=torch.int32).to(device)
+    return made[device]
+
+
 def _weigh(ep: AllToAll, made: Dict[str, torch.Tensor]) -> None:
     """Computes row weights: those of the choice that names the row's expert."""
     local, words = made["row_expert"], made["payload"].flatten(0, -2)
-    experts = torch.tensor(ep.local_experts, dtype=torch.int32).to(local.device, non_blocking=True)
+    experts = _experts(ep, local.device)
     named, weights = words[:, : ep.top_k].view(torch.int32), words[:, ep.top_k :]
     of_row = experts[local.clamp(min=0).long()] if experts.numel() else local
     match = (named == of_row[:, None]) & (local >= 0)[:, None]
@@ -200,12 +215,13 @@ def _dispatch(
     zero: bool,
 ) -> List[torch.Tensor]:
     ep = _context(context)
-    stated = ep.formats[format]
+    stated, counts = ep.formats[format], None
     payload = _choices(topk_idx, topk_weights) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
         sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
-        capacity = ep.rows_of_counts(*ep.counts(sent), layout=layout, align=align)
+        counts = ep.counts(sent)
+        capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
         made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
         handle = ep.dispatch_recv(sent, _output(ep, stated, layout, align, made, row_weights))
     else:
@@ -215,7 +231,7 @@ def _dispatch(
         handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
     if row_weights:
         _weigh(ep, made)
-    made["handle"] = _keep(x, ep, handle, layout)
+    made["handle"] = _keep(x, ep, handle, layout, counts)
     return [made[name] for name in _names(stated, layout, row_weights)]
 
 
@@ -534,6 +550,14 @@ def dispatch(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero
     )
     return _named(got, x.shape[0], has_scales, layout, row_weights)
+
+
+def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
+    """The counts for which the host waited in a dispatch with `exact`, as `AllToAll.counts`: without another wait."""
+    counts = _kept("handle", got.handle).counts
+    if counts is None:
+        raise ValueError("got is of a dispatch that the host did not wait for: dispatch with exact=True")
+    return counts
 
 
 def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:

@@ -1,0 +1,252 @@
+"""Expert parallelism of Hugging Face transformers by tokenyard, in inference and in training. Imports torch.
+
+    import tokenyard.integrations.transformers
+    tokenyard.integrations.transformers.register()
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="tokenyard")
+    model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
+
+`register` names an `EPImplementation` of transformers' own interface, which transformers makes for each experts module.
+Its calls dispatch this rank's tokens, run the module's experts on the rows that came, and combine. Every rank of the
+expert-parallel group calls each layer, also with no tokens; every rank runs backward, or none does.
+
+Rows are in the contiguous layout: one row for each (token, local expert), with one expert id and one router weight. In
+the token layout, rows have `top_k` choices of which most are on other ranks, and transformers' experts gather and weigh
+each of them. A token crosses to a rank once in both. Router weights go to the experts, and combine only adds. Their
+gradients return with those of the rows.
+
+A context is for one group, hidden size, number of experts, `top_k`, dtype and device. Layers share it, and it lives as
+long as one of them. Ranks collect garbage at other times, so a layer's first call gathers which context each rank has,
+and all ranks take the same one or make one, for the most tokens that any rank has then, rounded up. Later calls have no
+collective but dispatch and combine: a rank with more tokens than there is room for sends, in place of them, a row to
+a further expert that each rank has for this alone. The counts of a dispatch come to the host before its rows, so every
+rank learns of it; then all of them make a larger context, and dispatch once more.
+
+While a CUDA graph is captured the host cannot wait for counts. Outputs then have room for any routing, and the capture
+needs a context that an earlier call made large enough.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from typing import Any, Dict, List, MutableMapping, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from .. import ops
+from .._calls import AllToAll
+from .._worlds import World
+from ..deep_ep._contexts import more_tokens_than_room
+
+__all__ = ["TESTED_VERSIONS", "register"]
+
+TESTED_VERSIONS = ("5.23.0", "5.24.0")
+"""Versions of transformers with which tests/python/test_transformers.py ran."""
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+# Some versions of torch have no types there.
+_uncompiled: Any = torch.compiler.disable
+
+# Fewest tokens for which a context is made.
+_LEAST = 128
+
+
+def register(name: str = "tokenyard", *, timeout: float = 600.0) -> None:
+    """Makes `DistributedConfig(ep_implementation=name)` exchange tokens by tokenyard, in this process.
+
+    `timeout`: seconds for which a call waits for other ranks, which may be saving a checkpoint or loading data.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    transformers = importlib.import_module("transformers")
+    try:
+        interface = importlib.import_module("transformers.distributed.expert_parallel")
+        base, registry = interface.EPImplementation, interface.EPImplementationInterface
+    except (ImportError, AttributeError) as missing:
+        raise ImportError(
+            f"transformers has no EPImplementationInterface: expected a version as {TESTED_VERSIONS[-1]}, "
+            f"got {transformers.__version__}"
+        ) from missing
+    registry.register(name, type("TokenyardEP", (_Layer, base), {"timeout": timeout}))
+
+
+class _Layer:
+    """What is registered, beside transformers' base class, whose constructor sets the attributes."""
+
+    experts_forward: Any
+    num_local_experts: int
+    ep_mesh: Any
+    tp_mesh: Any
+    timeout: float
+
+    _exchanges: Optional[Dict[Tuple[Any, ...], _Exchange]] = None
+
+    # Contexts and counts are the host's business, of which compiled code knows nothing.
+    @_uncompiled  # type: ignore[untyped-decorator, unused-ignore]
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        _check(hidden_states, top_k_index, top_k_weights)
+        tokens = hidden_states.shape[0]
+        if self.tp_mesh.size() > 1:
+            # These ranks have the same batch: each dispatches its slice of it.
+            hidden_states, top_k_index, top_k_weights = (
+                _slice(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights)
+            )
+        wanted = self._wanted(hidden_states, top_k_index.shape[1])
+        if self._exchanges is None:
+            self._exchanges = {}
+        if wanted not in self._exchanges:
+            self._exchanges[wanted] = _exchange(wanted, self.timeout)
+        got, ids = self._exchanges[wanted].dispatch(hidden_states, top_k_index, top_k_weights)
+        assert got.row_weights is not None
+        weights = got.row_weights.unsqueeze(1).to(top_k_weights.dtype)
+        if got.rows.shape[0]:
+            rows = self.experts_forward(got.rows, ids, weights)
+        else:
+            # One row that nobody reads: not all experts take none, and backward needs to come by here.
+            none = got.rows.sum(0, keepdim=True)
+            rows = self.experts_forward(none, ids.new_zeros((1, 1)), weights.new_ones((1, 1)))[:0]
+        # The experts have applied the weights.
+        out = ops.combine(rows.to(hidden_states.dtype), got._replace(row_weights=None))
+        return out if self.tp_mesh.size() == 1 else _whole(out, self.tp_mesh, tokens)
+
+    def _wanted(self, x: torch.Tensor, top_k: int) -> Tuple[Any, ...]:
+        group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
+        device = f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
+        return group, x.shape[1], self.num_local_experts * ranks, top_k, _NAMES[x.dtype], device
+
+
+def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Refuses what no dispatch can take."""
+    if x.dtype not in _NAMES:
+        raise TypeError(f"hidden_states is of another dtype: expected one of {list(_NAMES)}, got {x.dtype}")
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        expected = "[tokens, hidden] and top_k_index [tokens, top_k]"
+        raise ValueError(f"hidden_states is of another shape: expected {expected}, got {[*x.shape]} and {[*ids.shape]}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_index is of another dtype: expected torch.int32 or torch.int64, got {ids.dtype}")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"top_k_weights is of another shape: expected that of top_k_index {[*ids.shape]}, got {[*weights.shape]}"
+        )
+    if not weights.is_floating_point():
+        raise TypeError(f"top_k_weights is of another dtype: expected one of floating point, got {weights.dtype}")
+    for name, tensor in (("top_k_index", ids), ("top_k_weights", weights)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on another device: expected hidden_states' {x.device}, got {tensor.device}")
+
+
+def _slice(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """This rank's slice of what all ranks of the mesh have; backward gathers the slices' gradients."""
+    dt: Any = importlib.import_module("torch.distributed.tensor")
+    whole = dt.DTensor.from_local(tensor, mesh, [dt.Replicate()], run_check=False)
+    sliced: torch.Tensor = whole.redistribute(mesh, [dt.Shard(0)]).to_local()
+    return sliced
+
+
+def _whole(tensor: torch.Tensor, mesh: Any, tokens: int) -> torch.Tensor:
+    """The slices of all ranks of the mesh; backward gives each the gradient of its own."""
+    dt: Any = importlib.import_module("torch.distributed.tensor")
+    hidden = tensor.shape[1]
+    sliced = dt.DTensor.from_local(
+        tensor.contiguous(), mesh, [dt.Shard(0)], run_check=False, shape=(tokens, hidden), stride=(hidden, 1)
+    )
+    whole: torch.Tensor = sliced.full_tensor()
+    return whole
+
+
+class _Group:
+    """A group's world."""
+
+    def __init__(self, group: Any, number: int) -> None:
+        self.world, self.number = World.from_group(group), number
+
+
+# By the group, and by what contexts are for. Entries go with the last layer that uses them.
+_GROUPS: MutableMapping[Any, _Group] = weakref.WeakValueDictionary()
+_EXCHANGES: MutableMapping[Tuple[Any, ...], _Exchange] = weakref.WeakValueDictionary()
+# The largest number of a world or an exchange, which has the same on all its ranks.
+_LAST = [0]
+
+
+def _exchange(wanted: Tuple[Any, ...], timeout: float) -> _Exchange:
+    """The exchange that layers of this shape share, if all ranks still have it; else another. Collective."""
+    group, key = wanted[0], (*wanted, timeout)
+    found, of_group = _EXCHANGES.get(key), _GROUPS.get(group)
+    own = (found.number if found else 0, of_group.number if of_group else 0, _LAST[0])
+    all_have: List[Tuple[int, int, int]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(all_have, own, group=group)
+    exchanges, groups, last = zip(*all_have)
+    _LAST[0] = max(last) + 1
+    if found is None or set(exchanges) != {found.number}:
+        if of_group is None or set(groups) != {of_group.number}:
+            of_group = _GROUPS[group] = _Group(group, _LAST[0])
+        found = _EXCHANGES[key] = _Exchange(wanted, of_group, timeout, _LAST[0])
+    return found
+
+
+class _Exchange:
+    """The context for one group and shape, which grows."""
+
+    def __init__(self, wanted: Tuple[Any, ...], group: _Group, timeout: float, number: int) -> None:
+        self.wanted, self._group, self._timeout, self.number = wanted, group, timeout, number
+        self._room = 0
+        self._ep: Optional[AllToAll] = None
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Tuple[ops.Dispatched, torch.Tensor]:
+        """What came, with router weights, and the local expert of each row `[rows, 1]`."""
+        _group, _hidden, experts, top_k, _dtype, _device = self.wanted
+        ranks, capturing = self._group.world.size, x.is_cuda and torch.cuda.is_current_stream_capturing()
+        # A number that no expert has, instead of one of the further experts.
+        ids = ids.masked_fill(ids >= experts, torch.iinfo(torch.int32).max).contiguous()
+        x, weights = x.contiguous(), weights.float().contiguous()
+        if capturing:
+            if self._ep is None or x.shape[0] > self._room:
+                raise RuntimeError(
+                    f"hidden_states is captured: expected at most the {self._room} tokens of earlier calls, "
+                    f"got {x.shape[0]}"
+                )
+            got = ops.dispatch(self._ep, x, ids, weights)
+            return got, self._local(got)
+        ep = self._ep or self._make(x.shape[0])
+        if x.shape[0] <= self._room:
+            got = ops.dispatch(ep, x, ids, weights, exact=True)
+        else:
+            with torch.no_grad():
+                notice, named = more_tokens_than_room(x, experts, top_k, ranks)
+                got = ops.dispatch(ep, notice, named, torch.zeros(named.shape, device=x.device), exact=True)
+        if ops.host_counts(got)[0][-1]:
+            # Some rank has more, which all of them see here.
+            del got
+            got = ops.dispatch(self._make(x.shape[0]), x, ids, weights, exact=True)
+        return got, self._local(got)
+
+    def _local(self, got: ops.Dispatched) -> torch.Tensor:
+        """Local experts of rows; their number for rows that no token has."""
+        assert got.offsets is not None
+        # The last local expert is the further one.
+        ends = got.offsets[1:-1]
+        place = torch.arange(got.rows.shape[0], dtype=ends.dtype, device=ends.device)
+        return torch.searchsorted(ends, place, right=True).unsqueeze(1)
+
+    def _make(self, tokens: int) -> AllToAll:
+        """A context for the most tokens that any rank has now. Collective."""
+        _group, hidden, experts, top_k, dtype, device = self.wanted
+        world = self._group.world
+        most = max(int(others) for others in world.all_gather(str(tokens).encode()))
+        room = max(_LEAST, self._room, 1 << (most - 1).bit_length() if most else 0)
+        placement: List[int] = [e * world.size // experts for e in range(experts)] + list(range(world.size))
+        # Its memory first, as the new one may need it. Handles keep it as long as they live.
+        self._ep = None
+        self._ep = AllToAll(
+            world, hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=room, device=device,
+            dtype=dtype, combine_dtype=dtype, weights="none", payload_words=top_k, dispatch_payload_words=2 * top_k,
+            placement=placement, timeout=self._timeout,
+        )
+        self._room = room
+        return self._ep
