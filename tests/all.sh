@@ -109,6 +109,7 @@ setup() {
 format() {
   say "formatting, and the table of mutants"
   python3 tests/mutants.py --check
+  python3 tests/python_mutants.py --check
   cargo fmt --all --check
   find kernels benches tests/c -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' -o -name '*.c' |
     xargs .venv/bin/clang-format --dry-run -Werror
@@ -219,6 +220,9 @@ python() {
   [ -x .venv-python/bin/pip ] || python3 -m venv .venv-python
   .venv-python/bin/pip install -q --disable-pip-version-check 'maturin>=1.9,<2' mypy numpy pytest
   want "torch from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check torch
+  # Engines whose layers run over the package.
+  want "transformers from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check transformers accelerate
+  .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
   ls -l target/wheels
@@ -226,6 +230,8 @@ python() {
   .venv-python/bin/mypy
   .venv-python/bin/python -m mypy.stubtest tokenyard._native
   .venv-python/bin/python -m pytest -q -rs tests/python
+  # One of fourteen, since CI has little time; without options it runs all.
+  python3 tests/python_mutants.py --one-in 14
 }
 
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
