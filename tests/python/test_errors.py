@@ -308,3 +308,10 @@ def test_a_signals_handler_may_use_the_context_whose_call_it_interrupts():
     signal.signal(signal.SIGALRM, before)
     worlds[0].barrier()
     other.join()
+
+
+def test_doctor_says_which_wheel_this_is():
+    printed = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60)
+    first, *others = printed.stdout.splitlines()
+    assert first.startswith(f"has    wheel         tokenyard {tokenyard.__version__}, cp39-abi3-manylinux_"), first
+    assert any(line.startswith(("has    driver", "lacks  driver")) for line in others)

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Optional
 
-from ._native import run_program
+from ._native import run_program, version
 
 
 def command() -> Optional[str]:
@@ -19,8 +19,22 @@ def command() -> Optional[str]:
     return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
+def wheel() -> str:
+    """The version of the package, and the platform that its wheel is for."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        text = distribution("tokenyard").read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        text = ""
+    tags = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("Tag: ")]
+    return f"tokenyard {version}, {', '.join(tags) or 'of no wheel that is installed'}"
+
+
 def main() -> int:
     """Runs the program with the arguments of this process."""
+    if sys.argv[1:] == ["doctor"]:
+        print(f"has    wheel         {wheel()}", flush=True)
     # The program ends at once by Ctrl-C, as others do: Python would only look once it has returned. Where Ctrl-C is
     # ignored, as in a shell's background, it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
