@@ -1,5 +1,6 @@
 """`tokenyard.deep_ep`: what DeepEP's callers and its own tests expect, against plain definitions."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def as_input(x, kind):
 
 
 def quantized(x, kind):
-    """DeepSeek's quantisation by blocks of 128 columns, as docs/design.md has it."""
+    """DeepSeek's quantisation by blocks of 128 columns, as docs/design.md has it. On the CPU: a GPU's torch divides by a
+    number by multiplying with its inverse."""
+    device, x = x.device, x.cpu()
     blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
     amax = blocks.abs().amax(2).clamp(min=1e-4)
     scale = amax / 448
@@ -74,8 +77,8 @@ def quantized(x, kind):
     rows = (blocks * inverse[..., None]).to(torch.float8_e4m3fn).view(x.shape)
     if kind == "ue8m0":
         exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
-        return rows, exponents.view(torch.int32)
-    return rows, scale
+        return rows.to(device), exponents.view(torch.int32).to(device)
+    return rows.to(device), scale.to(device)
 
 
 def bits(tensor):
@@ -103,9 +106,14 @@ def in_world(work, ranks=RANKS, **how):
 
     deep_ep.Buffer.timeout_seconds = 20.0
     if DEVICE == "cuda":
-        deep_ep.Buffer.set_num_sms(16)
-        deep_ep.Buffer.low_latency_sms = 16
-    in_ranks(tokenyard.World.threads(ranks), rank)
+        # What a test left in a cycle has multiprocessors.
+        gc.collect()
+        deep_ep.Buffer.set_num_sms(8)
+        deep_ep.Buffer.low_latency_sms = 8
+    try:
+        in_ranks(tokenyard.World.threads(ranks), rank)
+    finally:
+        deep_ep.Buffer.num_sms, deep_ep.Buffer._sms, deep_ep.Buffer.low_latency_sms = 20, None, None
 
 
 def dispatched(buffer, tokens, x, weights=True, **how):
@@ -206,6 +214,8 @@ def test_dispatch_by_a_handle_and_to_ranks():
                 _, _, _, _, handle, _ = dispatched(buffer, tokens, tokens.x[r])
             again, *nothing, event = buffer.dispatch((-2 * tokens.x[r]).to(dtype), handle=handle)
             assert nothing == [None] * 4
+            settle(DEVICE)
+            handle.kept.ep.check()
             same(again, torch.stack([-2 * tokens.x[s][t] for s, t in rows]).to(dtype))
         got, local, weights, counts, handle, _ = dispatched(buffer, tokens, x, topk_idx=None, topk_weights=None)
         same(got, torch.stack([tokens.x[s][t] for s, t in rows]).bfloat16())

@@ -495,7 +495,8 @@ class _Normal:
             handle = ep.dispatch_recv(sent, output)
             if experts.pop() == 0:
                 break
-            # Some rank has more tokens than this context has room for.
+            # Some rank has more tokens than this context has room for, which goes before the new one is made.
+            del ep, sent, output, got, handle
             normal.grow(self.x, Buffer._sms)
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), format)
