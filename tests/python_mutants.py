@@ -58,7 +58,7 @@ MUTANTS = [
     ("gaps between rows not seen", ARRAYS, "Ok((self.len() > 1).then_some(rows_apart))", "Ok(Some(rows_apart).filter(|_| false))", PLAIN),
     ("sums written over what was there", CONTEXT, ".accumulate(accumulate)", ".accumulate(accumulate && false)", DEEP_EP),
     ("new rows in the context's format", CONTEXT, "format.unwrap_or(&handle.format)", "format.unwrap_or(&self.format)",
-     "test_formats.py"),
+     PLAIN),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 

@@ -240,3 +240,16 @@ def test_threads_of_one_context_get_the_errors_of_their_own_calls():
 
     right, wrong = in_ranks([0, 1], thread)
     assert not any(right) and all(wrong)
+
+
+def test_new_rows_are_in_the_format_of_the_handles_dispatch():
+    case = Case(ranks=1, seed=13)
+    other = tokenyard.Format(case.hidden, case.tokens, dtype="fp16", combine_dtype="fp32")
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits, room_for=[other])
+    x = case.x[0].astype(np.float16)
+    got = ep.dispatch(x, case.ids[0], case.weights[0], format=other)
+    again = poisoned(got.rows.shape, np.float16)
+    ep.dispatch_again(got.handle, -x, again)
+    for i in range(len(ep.local_experts)):
+        part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+        np.testing.assert_array_equal(again[part], -got.rows[part])
