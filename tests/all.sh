@@ -222,6 +222,7 @@ python() {
   want "torch from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check torch
   # Engines whose layers run over the package.
   want "transformers from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check transformers accelerate
+  want "megatron-core from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check 'megatron-core>=0.16.1,<0.20'
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
