@@ -207,6 +207,8 @@ def test_dispatch_by_a_handle_and_to_ranks():
         r = buffer.rank
         x = tokens.x[r].bfloat16()
         _, _, _, _, handle, _ = dispatched(buffer, tokens, x)
+        # Its context stays: memory that is freed waits for the whole GPU, and so for calls of ranks that share it.
+        first = handle
         rows = tokens.received(r)
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32:
@@ -222,6 +224,7 @@ def test_dispatch_by_a_handle_and_to_ranks():
         assert local is None and weights is None
         y, _, _ = buffer.combine(got, handle)
         same(y, (tokens.x[r] * tokens.named(r).sum(1, keepdim=True)).bfloat16())
+        assert first.kept.ep is not handle.kept.ep
 
     in_world(work)
 

@@ -355,8 +355,8 @@ fn words(line: &str) -> Vec<String> {
         }
         before = c;
     }
-    // META was a word of its own; meta is the beginning of metadata. HOME is the environment's.
-    words.retain(|word| word != "HOME");
+    // META was a word of its own; meta is the beginning of metadata. HOME and HUB are of the environment's names.
+    words.retain(|word| word != "HOME" && word != "HUB");
     words.into_iter().map(|word| if word == "META" { word } else { word.to_ascii_lowercase() }).collect()
 }
 
