@@ -251,6 +251,41 @@ def test_a_rank_may_have_more_tokens_than_ever_before(round_tokens, monkeypatch)
     in_world(work)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU a later call raises what this one found")
+@pytest.mark.parametrize("wrong", [EXPERTS, EXPERTS + 1, EXPERTS + RANKS, 1 << 40])
+def test_experts_that_are_none(wrong):
+    tokens = Tokens(seed=10)
+    right = Tokens(seed=10)
+    tokens.ids[0][3, 1] = wrong
+    # The others' dispatch goes on without this rank's tokens.
+    right.ids[0][:] = -1
+
+    def work(buffer):
+        r = buffer.rank
+        for low_latency in (False, True):
+            failure = None
+            try:
+                if low_latency:
+                    got = buffer.low_latency_dispatch(tokens.x[r].bfloat16(), tokens.ids[r], 16, EXPERTS, use_fp8=False)
+                else:
+                    got = dispatched(buffer, tokens, tokens.x[r].bfloat16())
+            except tokenyard.RoutingError as error:
+                failure, got = error, error.dispatched
+            assert (failure is not None) == (r == 0)
+            if low_latency:
+                rows, counts, handle, *_ = got
+                assert counts.tolist() == [len(right.of_expert(r * LOCAL + e)) for e in range(LOCAL)]
+                y, _, _ = buffer.low_latency_combine(torch.ones_like(rows), tokens.ids[r], tokens.weights[r], handle)
+            else:
+                rows, _, _, counts, handle, _ = got
+                same(rows, torch.stack([right.x[s][t] for s, t in right.received(r)]).bfloat16())
+                y, _, _ = buffer.combine(torch.ones_like(rows), handle)
+                same(y, right.named(r).sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16())
+            assert y.shape == tokens.x[r].shape
+
+    in_world(work)
+
+
 def test_normal_calls_without_a_wait_for_counts():
     tokens = Tokens(seed=3)
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 
 from .._calls import AllToAll
-from .._native import Format, Output, World
+from .._native import Error, Format, Output, World
 from .._worlds import world_of_group
 from . import _config
 from ._config import Config
@@ -163,7 +163,8 @@ class Buffer:
         _must_divide(num_experts, ranks)
 
         def work() -> Tuple[torch.Tensor, ...]:
-            used = topk_idx >= 0
+            # What is no expert is refused by dispatch.
+            used = (topk_idx >= 0) & (topk_idx < num_experts)
             experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
             place = torch.where(used, topk_idx, num_experts).long()
             experts.scatter_add_(0, place.flatten(), torch.ones_like(place.flatten(), dtype=torch.int32))
@@ -201,7 +202,8 @@ class Buffer:
 
         `x`: bf16, fp16 or fp32 `[tokens, hidden]`, or fp8 with scales (fp32 `[tokens, hidden / 128]` or packed UE8M0
         int32 `[tokens, hidden / 512]`, of any strides). Without `topk_idx` tokens go to the ranks of
-        `is_token_in_rank`. The host waits for the counts, unless `num_worst_tokens` says how many rows there are: at
+        `is_token_in_rank`. An error of a dispatch that took place, such as `RoutingError`, has these results as its
+        `dispatched`: combine them, as the other ranks do. The host waits for the counts, unless `num_worst_tokens` says how many rows there are: at
         least as many as can come, ranks times the most tokens of a rank."""
         rows, scales = x if isinstance(x, tuple) else (x, None)
         inputs = [t for t in (rows, scales, topk_idx, topk_weights, is_token_in_rank) if t is not None]
@@ -311,7 +313,13 @@ class Buffer:
             return call.rows(), call.counts, handle, EventOverlap(), receive
 
         def work() -> None:
-            call.received(ep.dispatch_into(output, x, topk_idx, format=call.format), handle)
+            try:
+                call.received(ep.dispatch_into(output, x, topk_idx, format=call.format), handle)
+            except Error as error:
+                if hasattr(error, "handle"):
+                    call.received(error.handle, handle)
+                    error.dispatched = (call.rows(), call.counts, handle, EventOverlap(), None)
+                raise
 
         _none, event = self._on_comm([x, topk_idx, *call.tensors()], None, async_finish, work)
         return call.rows(), call.counts, handle, event, None
@@ -464,7 +472,9 @@ class _Normal:
         self.buffer, self.x, self.scales, self.experts, self.named = buffer, x, scales, experts, named
         self.ranks = buffer.group_size
         self.by_rank = topk_idx is None
-        self.topk_idx = named if topk_idx is None else topk_idx
+        # A number that no expert has, in place of one of the further experts, which are none of the caller's.
+        most = torch.iinfo(torch.int32).max
+        self.topk_idx = named if topk_idx is None else topk_idx.masked_fill(topk_idx >= experts, most)
         self.topk_weights = None if self.by_rank else topk_weights
         self.choices = self.topk_idx.shape[1]
         device = f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
@@ -489,7 +499,14 @@ class _Normal:
         while True:
             ep = normal.get(self.x, self.wanted, Buffer._sms)
             format = self.format(ep)
-            sent = self.send(ep, format)
+            failure: Optional[Error] = None
+            try:
+                sent = self.send(ep, format)
+            except Error as error:
+                if not hasattr(error, "sent"):
+                    raise
+                # Unusable routing: the dispatch goes on without this rank's tokens.
+                failure, sent = error, error.sent
             experts, sources = ep.counts(sent)
             output, got = ep.output(self.x, layout="token", capacity=sum(sources), format=format, also=("source",))
             handle = ep.dispatch_recv(sent, output)
@@ -500,7 +517,11 @@ class _Normal:
             normal.grow(self.x, Buffer._sms)
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), format)
-        return self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
+        results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
+        if failure is not None:
+            failure.dispatched = (*results, EventOverlap())
+            raise failure
+        return results
 
     def send(self, ep: AllToAll, format: Format) -> Any:
         if self.x.shape[0] <= ep.format.max_tokens:
