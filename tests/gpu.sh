@@ -366,7 +366,7 @@ section_python() {
   local run=(env PYTHONPATH="$site" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
   local pytest=("${run[@]}" python3 -m pytest -q -rs -p no:cacheprovider --rootdir "$root")
   check tests-gpu "${pytest[@]}" "$root/tests/python/test_gpu.py"
-  check tests "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
+  check tests env TOKENYARD_TEST_DEVICE=cpu "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
   # Operators and DeepEP's interface on the GPU, too.
   check tests-on-gpu env TOKENYARD_TEST_DEVICE=cuda "${pytest[@]}" "$root"/tests/python/test_{ops,deep_ep}.py
   check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"

@@ -86,6 +86,24 @@ class Case:
         return out
 
 
+def in_threads(device, ranks, work):
+    """Runs `work(world)` in a thread for each rank; where they share a GPU, "cuda", each on a stream of its own."""
+
+    def rank(world):
+        if device == "cuda":
+            import torch
+
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.synchronize()
+                work(world)
+                torch.cuda.current_stream().synchronize()
+        else:
+            work(world)
+        world.barrier()
+
+    in_ranks(tokenyard.World.threads(ranks), rank)
+
+
 def settle(device):
     """Waits for the current stream of a GPU. Before anything is copied from it where ranks share it: a copy to pageable
     memory holds the driver, while the work that it waits for may wait for another rank."""
@@ -100,4 +118,4 @@ def poisoned(shape, dtype=np.float32):
     return np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else -77, dtype=dtype)
 
 
-__all__ = ["Case", "in_ranks", "poisoned", "settle", "the_torch", "tokenyard"]
+__all__ = ["Case", "in_ranks", "in_threads", "poisoned", "settle", "the_torch", "tokenyard"]

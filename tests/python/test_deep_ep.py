@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import in_ranks, settle
+from rig import in_threads, settle
 from test_torch import free_port
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
@@ -93,17 +93,6 @@ def same(found, wanted):
 
 
 def in_world(work, ranks=RANKS, **how):
-    def rank(world):
-        buffer = deep_ep.Buffer(world, **how)
-        if DEVICE == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda.synchronize()
-                work(buffer)
-                torch.cuda.current_stream().synchronize()
-        else:
-            work(buffer)
-        world.barrier()
-
     deep_ep.Buffer.timeout_seconds = 20.0
     if DEVICE == "cuda":
         # What a test left in a cycle has multiprocessors.
@@ -111,7 +100,7 @@ def in_world(work, ranks=RANKS, **how):
         deep_ep.Buffer.set_num_sms(8)
         deep_ep.Buffer.low_latency_sms = 8
     try:
-        in_ranks(tokenyard.World.threads(ranks), rank)
+        in_threads(DEVICE, ranks, lambda world: work(deep_ep.Buffer(world, **how)))
     finally:
         deep_ep.Buffer.num_sms, deep_ep.Buffer._sms, deep_ep.Buffer.low_latency_sms = 20, None, None
 

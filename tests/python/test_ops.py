@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import Case, in_ranks, settle
+from rig import Case, in_threads, settle
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch
@@ -19,22 +19,6 @@ from tokenyard import ops  # noqa: E402: after torch, without which there is no 
 # "cuda": all ranks share a GPU, each with a stream of its own and a part of the multiprocessors.
 DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
 PLACE = {"device": "cuda:0", "sms": 16} if DEVICE == "cuda" else {}
-
-
-def in_threads(ranks, work):
-    """Runs `work(world)` in a thread for each rank."""
-
-    def rank(world):
-        if DEVICE == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda.synchronize()
-                work(world)
-                torch.cuda.current_stream().synchronize()
-        else:
-            work(world)
-        world.barrier()
-
-    in_ranks(tokenyard.World.threads(ranks), rank)
 
 
 def context(world, case, **more):
@@ -136,7 +120,7 @@ def test_values_and_gradients_of_rows_and_weights(layout, exact, duplicates):
             near(x.grad, x_grad, 8 * case.top_k)
             near(w.grad, w_grad, 4 * case.hidden)
 
-    in_threads(case.ranks, rank)
+    in_threads(DEVICE, case.ranks, rank)
 
 
 def test_gradients_of_a_dispatch_by_a_handle():
@@ -157,7 +141,7 @@ def test_gradients_of_a_dispatch_by_a_handle():
         wanted = torch.where((ids >= 0)[..., None], factors[ids.clamp(min=0)], 0.0).sum(1)
         near(x.grad, wanted.double(), case.top_k)
 
-    in_threads(case.ranks, rank)
+    in_threads(DEVICE, case.ranks, rank)
 
 
 def layer(ep, layout="contiguous", **how):
@@ -204,7 +188,7 @@ def test_compiled_ranks():
         for _ in range(3):
             near(compiled(x, ids, w), plain(x, ids, w).double(), 16)
 
-    in_threads(case.ranks, rank)
+    in_threads(DEVICE, case.ranks, rank)
 
 
 def test_halves_and_given_outputs_compiled_whole():

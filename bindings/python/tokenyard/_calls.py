@@ -6,7 +6,6 @@ import itertools
 import sys
 import weakref
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import (
     Any, Callable, ContextManager, Dict, Iterable, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple,
 )
@@ -155,6 +154,22 @@ class AllToAll:
             return tokens
         return tokens * (self._top_k if self._duplicates else min(self._top_k, experts)) + experts * (align - 1)
 
+    def shapes(self, layout: str, capacity: Any, format: Format) -> Dict[str, Tuple[Tuple[Any, ...], str]]:
+        """Shape and dtype of what an output has in a layout, by name. `capacity` may be symbolic."""
+        experts = len(self._experts)
+        rows = (experts, capacity) if layout == "masked" else (capacity,)
+        shapes: Dict[str, Tuple[Tuple[Any, ...], str]] = {"rows": ((*rows, format.hidden), format.dtype)}
+        shapes["counts"] = ((experts,), "i32")
+        if format.scales is not None:
+            columns, word = (128, "fp32") if format.scales == "fp32" else (512, "i32")
+            shapes["scales"] = ((*rows, -(-format.hidden // columns)), word)
+        if layout == "contiguous":
+            shapes["offsets"] = ((experts + 1,), "i32")
+        if layout == "token":
+            shapes["token_experts"] = ((capacity, self._top_k), "i32")
+            shapes["token_weights"] = ((capacity, self._top_k), "fp32")
+        return shapes
+
     @staticmethod
     def rows_of_counts(experts: List[int], sources: List[int], *, layout: str = "contiguous", align: int = 1) -> int:
         """The capacity that an output needs for these counts."""
@@ -187,19 +202,9 @@ class AllToAll:
         if capacity is None:
             capacity = self.capacity(layout, align, format)
         make = _maker(like)
-        shape = (experts, capacity) if layout == "masked" else (capacity,)
-        rows, counts = make((*shape, format.hidden), format.dtype), make((experts,), "i32")
-        more: Dict[str, Any] = {}
-        if format.scales is not None:
-            columns, word = (128, "fp32") if format.scales == "fp32" else (512, "i32")
-            more["scales"] = make((*shape, -(-format.hidden // columns)), word)
+        made = {name: make(*shape) for name, shape in self.shapes(layout, capacity, format).items()}
         if payload_words:
-            more["payload"] = make((*shape, payload_words), "fp32")
-        if layout == "contiguous":
-            more["offsets"] = make((experts + 1,), "i32")
-        if layout == "token":
-            more["token_experts"] = make((capacity, self._top_k), "i32")
-            more["token_weights"] = make((capacity, self._top_k), "fp32")
+            made["payload"] = make((*made["rows"].shape[:-1], payload_words), "fp32")
         all_rows = experts * capacity if layout == "masked" else capacity
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
@@ -207,12 +212,9 @@ class AllToAll:
         if unknown := [name for name in also if name not in sizes]:
             raise ValueError(f"also has {unknown[0]!r}: give some of {', '.join(sizes)}")
         further = {name: make(*sizes[name]) for name in also}
-        output = Output(layout, rows, counts, align=align, **more, **further)
-        got = Dispatched(
-            rows, more.get("scales"), counts, more.get("offsets"), more.get("token_experts"), more.get("token_weights"),
-            None, more.get("payload"), further,
-        )
-        return output, got
+        output = Output(layout, align=align, **made, **further)
+        absent = dict.fromkeys(("scales", "offsets", "token_experts", "token_weights"))
+        return output, Dispatched(**{**absent, **made}, handle=None, also=further)
 
     def dispatch(
         self,
@@ -460,21 +462,15 @@ def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
     if torch is not None and isinstance(like, torch.Tensor):
         if like.device.type not in ("cpu", "cuda"):
             raise ValueError(f"x is on {like.device.type}: give a tensor on cpu or cuda")
-        empty, types, device = torch.empty, _torch_types(), like.device
+        from ._tensors import TYPES as types
+
+        empty, device = torch.empty, like.device
         return lambda shape, dtype: empty(shape, dtype=types[dtype], device=device)
     library = sys.modules.get(type(like).__module__.partition(".")[0])
     if library is None or not hasattr(library, "empty"):
         raise TypeError(f"x is a {type(like).__name__}: give an array of torch, numpy or cupy, or an output")
     names = {"bf16": "uint16", "fp16": "float16", "fp32": "float32", "i32": "int32", "i64": "int64", "fp8": "uint8"}
     return lambda shape, dtype: library.empty(shape, dtype=names[dtype])
-
-
-@lru_cache(maxsize=None)
-def _torch_types() -> Dict[str, Any]:
-    import torch
-
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
-    return {**types, "i32": torch.int32, "i64": torch.int64}
 
 
 def _words(payload: Any) -> int:

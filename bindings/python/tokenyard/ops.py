@@ -15,6 +15,7 @@ collective, so every rank runs backward, too.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -22,16 +23,12 @@ import torch
 
 from ._calls import CONTEXTS, AllToAll
 from ._native import Format, Output
+from ._tensors import TYPES, name_of
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
     "dispatch_into", "dispatch_recv", "dispatch_send", "host_counts",
 ]
-
-_TYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
-}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 EXACT = -1
 """Capacity of an output that has as many rows as come."""
@@ -67,8 +64,8 @@ class _Kept:
 
 
 _KEPT: Dict[int, _Kept] = {}
-"""By the number in a tensor on the CPU, and by the address of one on a GPU, which memory of both sorts never shares."""
-_LAST = [0]
+"""By the number in a tensor on the CPU, which is below 0, and by the address of one on a GPU."""
+_NUMBERS = itertools.count(1)
 
 
 def _keep(
@@ -79,9 +76,8 @@ def _keep(
         tensor = torch.empty(1, dtype=torch.int64, device=x.device)
         key = tensor.data_ptr()
     else:
-        # Odd, and so no address of an int64.
-        _LAST[0] += 2
-        key = -_LAST[0] + 1
+        # Below 0, where no address is.
+        key = -next(_NUMBERS)
         tensor = torch.tensor([key])
 
     def gone(storage: Any) -> None:
@@ -99,14 +95,10 @@ def _kept(name: str, tensor: torch.Tensor) -> _Kept:
     """What a tensor stands for."""
     if tensor.dtype != torch.int64 or tensor.shape != (1,):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give the int64 [1] of a dispatch or a half")
-    kept = _KEPT.get(tensor.data_ptr() if tensor.is_cuda else int(tensor))
+    kept = _KEPT.get(tensor.data_ptr() if tensor.is_cuda else min(int(tensor), 0))
     if kept is None:
         raise ValueError(f"{name} stands for nothing that is alive: give the tensor itself, and while it is alive")
     return kept
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _context(number: int) -> AllToAll:
@@ -116,53 +108,37 @@ def _context(number: int) -> AllToAll:
     return ep
 
 
-def _names(format: Format, layout: str, row_weights: bool) -> List[str]:
-    """What a dispatch returns, in this order."""
-    names = ["handle", "rows", "counts"]
-    names += ["scales"] * (format.scales is not None) + ["offsets"] * (layout == "contiguous")
-    names += ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
-    return names
+def _names(scales: bool, layout: str, row_weights: bool) -> List[str]:
+    """What a dispatch returns, in this order. `scales`: whether its format has any."""
+    names = ["handle", "rows", "counts"] + ["scales"] * scales + ["offsets"] * (layout == "contiguous")
+    return names + ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
 
 
 def _made(
-    x: torch.Tensor, ep: AllToAll, format: Format, layout: str, align: int, capacity: Any, row_weights: bool, zero: bool
+    x: torch.Tensor, ep: AllToAll, format: Format, layout: str, capacity: Any, row_weights: bool, zero: bool
 ) -> Dict[str, torch.Tensor]:
-    """Outputs of a dispatch, and what row weights are computed from. `capacity` may be symbolic."""
-    experts = len(ep.local_experts)
-    shape = (experts, capacity) if layout == "masked" else (capacity,)
-    make = torch.zeros if zero else torch.empty
-    made = {"rows": make((*shape, format.hidden), dtype=_TYPES[format.dtype], device=x.device)}
-
-    def add(name: str, shape: Tuple[Any, ...], dtype: torch.dtype = torch.int32) -> None:
-        made[name] = torch.empty(shape, dtype=dtype, device=x.device)
-
-    add("counts", (experts,))
-    if format.scales is not None:
-        columns, dtype = (128, torch.float32) if format.scales == "fp32" else (512, torch.int32)
-        add("scales", (*shape, -(-format.hidden // columns)), dtype)
-    if layout == "contiguous":
-        add("offsets", (experts + 1,))
-    if layout == "token":
-        add("token_experts", (capacity, ep.top_k))
-        add("token_weights", (capacity, ep.top_k), torch.float32)
+    """Outputs of a dispatch, without its handle. `capacity` may be symbolic. `zero`: rows that none fills are 0."""
+    shapes = ep.shapes(layout, capacity, format)
     if row_weights:
-        add("row_weights", shape, torch.float32)
+        shapes["row_weights"] = (shapes["rows"][0][:-1], "fp32")
+    made = {}
+    for name, (shape, dtype) in shapes.items():
+        make = torch.zeros if zero and name == "rows" else torch.empty
+        made[name] = make(shape, dtype=TYPES[dtype], device=x.device)
     return made
 
 
-def _output(
-    ep: AllToAll, format: Format, layout: str, align: int, made: Dict[str, torch.Tensor], row_weights: bool
-) -> Any:
+def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor]) -> Any:
     """The output with these tensors. For row weights also with what they are computed from, which goes into `made`."""
-    given: Dict[str, Any] = {name: made[name] for name in ("scales", "offsets", "token_experts", "token_weights") if name in made}
-    if row_weights:
+    given: Dict[str, Any] = {name: tensor for name, tensor in made.items() if name != "row_weights"}
+    if "row_weights" in made:
         rows = made["row_weights"].numel()
         more = {"row_expert": (rows,), "source": (rows, 2)} if ep.duplicates else {"row_expert": (rows,)}
         for name, shape in more.items():
             given[name] = made[name] = made["counts"].new_empty(shape)
         words = (*made["row_weights"].shape, 2 * ep.top_k)
         given["payload"] = made["payload"] = made["row_weights"].new_empty(words)
-    return Output(layout, made["rows"], made["counts"], align=align, **given)
+    return Output(layout, align=align, **given)
 
 
 def _choices(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
@@ -222,17 +198,17 @@ def _dispatch(
         sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
         counts = ep.counts(sent)
         capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
-        made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
-        handle = ep.dispatch_recv(sent, _output(ep, stated, layout, align, made, row_weights))
+        made = _made(x, ep, stated, layout, capacity, row_weights, zero)
+        handle = ep.dispatch_recv(sent, _output(ep, layout, align, made))
     else:
         capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
-        made = _made(x, ep, stated, layout, align, capacity, row_weights, zero)
-        output = _output(ep, stated, layout, align, made, row_weights)
+        made = _made(x, ep, stated, layout, capacity, row_weights, zero)
+        output = _output(ep, layout, align, made)
         handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
     if row_weights:
         _weigh(ep, made)
     made["handle"] = _keep(x, ep, handle, layout, counts)
-    return [made[name] for name in _names(stated, layout, row_weights)]
+    return [made[name] for name in _names(stated.scales is not None, layout, row_weights)]
 
 
 def _dispatch_fake(
@@ -253,9 +229,9 @@ def _dispatch_fake(
         capacity = torch.library.get_ctx().new_dynamic_size()
     elif isinstance(capacity, int) and capacity == MOST:
         capacity = ep.capacity(layout, align, ep.formats[format])
-    made = _made(x, ep, ep.formats[format], layout, align, capacity, row_weights, False)
+    made = _made(x, ep, ep.formats[format], layout, capacity, row_weights, False)
     made["handle"] = x.new_empty((1,), dtype=torch.int64)
-    return [made[name] for name in _names(ep.formats[format], layout, row_weights)]
+    return [made[name] for name in _names(ep.facts[format][1], layout, row_weights)]
 
 
 def _dispatch_into(
@@ -279,7 +255,7 @@ def _dispatch_into(
     given = {"rows": rows, "counts": counts, "scales": row_scales, "offsets": offsets}
     given |= {"token_experts": token_experts, "token_weights": token_weights}
     made = {name: tensor for name, tensor in given.items() if tensor is not None}
-    output = _output(ep, stated, layout, align, made, False)
+    output = _output(ep, layout, align, made)
     weights = topk_weights if stated.weights == "dispatch" else None
     handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, format=stated)
     return _keep(x, ep, handle, layout)
@@ -316,10 +292,10 @@ def _dispatch_recv(
 ) -> List[torch.Tensor]:
     kept, stated = _kept("sent", sent), _context(context).formats[format]
     capacity = kept.ep.capacity(layout, align, stated) if capacity == MOST else capacity
-    made = _made(sent, kept.ep, stated, layout, align, capacity, False, zero)
-    handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, stated, layout, align, made, False))
+    made = _made(sent, kept.ep, stated, layout, capacity, False, zero)
+    handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, layout, align, made))
     made["handle"] = _keep(sent, kept.ep, handle, layout)
-    return [made[name] for name in _names(stated, layout, False)]
+    return [made[name] for name in _names(stated.scales is not None, layout, False)]
 
 
 def _dispatch_recv_fake(
@@ -328,9 +304,9 @@ def _dispatch_recv_fake(
     ep = _context(context)
     if isinstance(capacity, int) and capacity == MOST:
         capacity = ep.capacity(layout, align, ep.formats[format])
-    made = _made(sent, ep, ep.formats[format], layout, align, capacity, False, False)
+    made = _made(sent, ep, ep.formats[format], layout, capacity, False, False)
     made["handle"] = sent.new_empty((1,))
-    return [made[name] for name in _names(ep.formats[format], layout, False)]
+    return [made[name] for name in _names(ep.facts[format][1], layout, False)]
 
 
 def _unweighted(kept: _Kept) -> _Kept:
@@ -348,7 +324,7 @@ def _dispatch_again(x: torch.Tensor, handle: torch.Tensor, shape: Sequence[int],
     # Rows that no token has are 0.
     rows = torch.zeros(shape, dtype=x.dtype, device=x.device)
     kept.ep.dispatch_again(
-        kept.value, x, rows, format=Format(first.hidden, first.max_tokens, dtype=_name(x), **more)
+        kept.value, x, rows, format=Format(first.hidden, first.max_tokens, dtype=name_of(x), **more)
     )
     return rows
 
@@ -358,7 +334,7 @@ def _combine(
 ) -> torch.Tensor:
     kept = _kept("handle", handle)
     value = (_unweighted(kept) if gradient else kept).value
-    out: torch.Tensor = kept.ep.combine(rows, value, tokens=tokens, topk_weights=topk_weights, dtype=_name(rows))
+    out: torch.Tensor = kept.ep.combine(rows, value, tokens=tokens, topk_weights=topk_weights, dtype=name_of(rows))
     return out
 
 
@@ -370,7 +346,7 @@ def _combine_words(
     shape = (tokens, choices) if choices else (tokens,)
     got = words.new_empty((*shape, words.shape[-1]))
     out: torch.Tensor = kept.ep.combine(
-        rows, value, tokens=tokens, payload=words, payload_out=got, dtype=_name(rows)
+        rows, value, tokens=tokens, payload=words, payload_out=got, dtype=name_of(rows)
     )
     return out, got
 
@@ -386,12 +362,12 @@ def _combine_into(
     rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor], out: torch.Tensor, accumulate: bool
 ) -> None:
     kept = _kept("handle", handle)
-    kept.ep.combine(rows, kept.value, out, topk_weights=topk_weights, accumulate=accumulate, dtype=_name(rows))
+    kept.ep.combine(rows, kept.value, out, topk_weights=topk_weights, accumulate=accumulate, dtype=name_of(rows))
 
 
 def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
     kept = _kept("handle", handle)
-    sent = _one_round(kept.ep).combine_send(rows, kept.value, topk_weights=topk_weights, dtype=_name(rows))
+    sent = _one_round(kept.ep).combine_send(rows, kept.value, topk_weights=topk_weights, dtype=name_of(rows))
     return _keep(rows, kept.ep, sent, kept.layout)
 
 
@@ -458,7 +434,7 @@ _OPS = torch.ops.tokenyard
 def _dispatch_setup(ctx: Any, inputs: Tuple[Any, ...], output: List[torch.Tensor]) -> None:
     x, topk_idx, _weights, _scales, context, format, layout, _align, _capacity, row_weights, _zero = inputs
     ctx.save_for_backward(output[0])
-    ctx.names = _names(_context(context).formats[format], layout, row_weights)
+    ctx.names = _names(_context(context).facts[format][1], layout, row_weights)
     ctx.rows, ctx.dtype, ctx.tokens, ctx.top_k = output[1].shape, output[1].dtype, x.shape[0], topk_idx.shape[1]
     ctx.inputs, ctx.x, ctx.choices = len(inputs), x.dtype, 0 if layout == "token" else _context(context).top_k
 
@@ -561,14 +537,7 @@ def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
 
 
 def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:
-    handle, rows, counts = got[:3]
-    rest = got[3:]
-    more: Dict[str, torch.Tensor] = {}
-    names = ["scales"] * scales + ["offsets"] * (layout == "contiguous")
-    names += ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
-    for name, tensor in zip(names, rest):
-        more[name] = tensor
-    return Dispatched(rows, counts, handle, tokens, **more)
+    return Dispatched(tokens=tokens, **dict(zip(_names(scales, layout, row_weights), got)))
 
 
 def dispatch_into(

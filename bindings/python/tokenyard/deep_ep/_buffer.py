@@ -6,21 +6,19 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
+from .. import _growth
 from .._calls import AllToAll
 from .._native import Error, Format, Output, World
+from .._tensors import device_of, name_of
 from .._worlds import world_of_group
 from . import _config
 from ._config import Config
-from ._contexts import Kept, LowLatency, Normal, Wanted, more_tokens_than_room
+from ._contexts import Kept, LowLatency, Normal, Wanted
 from .utils import EventHandle, EventOverlap
 
 Event = Optional[Union[EventOverlap, EventHandle]]
 Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 Hook = Optional[Callable[[], None]]
-
-_NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8",
-}
 
 
 class NormalHandle(Tuple[Any, ...]):
@@ -203,8 +201,8 @@ class Buffer:
         `x`: bf16, fp16 or fp32 `[tokens, hidden]`, or fp8 with scales (fp32 `[tokens, hidden / 128]` or packed UE8M0
         int32 `[tokens, hidden / 512]`, of any strides). Without `topk_idx` tokens go to the ranks of
         `is_token_in_rank`. An error of a dispatch that took place, such as `RoutingError`, has these results as its
-        `dispatched`: combine them, as the other ranks do. The host waits for the counts, unless `num_worst_tokens` says how many rows there are: at
-        least as many as can come, ranks times the most tokens of a rank."""
+        `dispatched`: combine them, as the other ranks do. The host waits for the counts, unless `num_worst_tokens` says
+        how many rows there are: at least as many as can come, ranks times the most tokens of a rank."""
         rows, scales = x if isinstance(x, tuple) else (x, None)
         inputs = [t for t in (rows, scales, topk_idx, topk_weights, is_token_in_rank) if t is not None]
         if handle is not None:
@@ -250,10 +248,10 @@ class Buffer:
             if biases:
                 out = biases[0].float() if len(biases) == 1 else biases[0].float() + biases[1].float()
                 out = out.clone() if out is biases[0] else out
-                kept.ep.combine(x, kept.handle, out, accumulate=True, dtype=_name(x), **given)
+                kept.ep.combine(x, kept.handle, out, accumulate=True, dtype=name_of(x), **given)
                 out = out.to(x.dtype)
             else:
-                out = kept.ep.combine(x, kept.handle, dtype=_name(x), **given)
+                out = kept.ep.combine(x, kept.handle, dtype=name_of(x), **given)
             return out, given.get("payload_out")
 
         (out, weights), event = self._on_comm(inputs, previous_event, async_finish, work)
@@ -361,11 +359,11 @@ class Buffer:
         ep, result, weights = kept.ep, out, _weights(kept, topk_weights)
         times = combine_wait_recv_cost_stats
         if return_recv_hook:
-            sent = ep.combine_send(x, kept.handle, topk_weights=weights, dtype=_name(x))
+            sent = ep.combine_send(x, kept.handle, topk_weights=weights, dtype=name_of(x))
             return out, EventOverlap(), lambda: ep.combine_recv(sent, result, wait_times=times)
 
         def work() -> None:
-            ep.combine(x, kept.handle, result, topk_weights=weights, dtype=_name(x), wait_times=times)
+            ep.combine(x, kept.handle, result, topk_weights=weights, dtype=name_of(x), wait_times=times)
 
         _none, event = self._on_comm([x, weights, out], None, async_finish, work)
         return out, event, None
@@ -472,22 +470,19 @@ class _Normal:
         self.buffer, self.x, self.scales, self.experts, self.named = buffer, x, scales, experts, named
         self.ranks = buffer.group_size
         self.by_rank = topk_idx is None
-        # A number that no expert has, in place of one of the further experts, which are none of the caller's.
-        most = torch.iinfo(torch.int32).max
-        self.topk_idx = named if topk_idx is None else topk_idx.masked_fill(topk_idx >= experts, most)
+        self.topk_idx = named if topk_idx is None else _growth.named(topk_idx, experts)
         self.topk_weights = None if self.by_rank else topk_weights
         self.choices = self.topk_idx.shape[1]
-        device = f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
-        self.wanted = Wanted(x.shape[1], experts, self.choices, x.dtype == torch.float32, device)
+        self.wanted = Wanted(x.shape[1], experts, self.choices, x.dtype == torch.float32, device_of(x))
 
     def format(self, ep: AllToAll) -> Format:
         scales = None
         if self.scales is not None:
             scales = "fp32" if self.scales.dtype == torch.float32 else "ue8m0"
         weights = "none" if self.topk_weights is None else "dispatch"
-        combine = "bf16" if self.x.dtype == torch.float8_e4m3fn else _name(self.x)
+        combine = "bf16" if self.x.dtype == torch.float8_e4m3fn else name_of(self.x)
         return Format(
-            self.wanted.hidden, ep.format.max_tokens, dtype=_name(self.x), scales=scales, combine_dtype=combine,
+            self.wanted.hidden, ep.format.max_tokens, dtype=name_of(self.x), scales=scales, combine_dtype=combine,
             weights=weights,
         )
 
@@ -528,7 +523,7 @@ class _Normal:
             return ep.dispatch_send(
                 self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format, counts=True
             )
-        x, topk_idx = more_tokens_than_room(self.x, self.experts, self.choices, self.ranks)
+        x, topk_idx = _growth.notice(self.x, self.experts, self.choices, self.ranks)
         weights = None if self.topk_weights is None else x.new_zeros(topk_idx.shape, dtype=torch.float32)
         scales = None if self.scales is None else self.scales.new_zeros((x.shape[0], self.scales.shape[1]))
         return ep.dispatch_send(x, topk_idx, weights, scales=scales, format=format, counts=True)
@@ -656,7 +651,7 @@ def _again(kept: Kept, x: torch.Tensor, scales: Optional[torch.Tensor]) -> Rows:
     """New rows of an earlier dispatch's tokens."""
     words = None if scales is None else "fp32" if scales.dtype == torch.float32 else "ue8m0"
     format = Format(
-        kept.format.hidden, kept.format.max_tokens, dtype=_name(x), scales=words, weights=kept.format.weights
+        kept.format.hidden, kept.format.max_tokens, dtype=name_of(x), scales=words, weights=kept.format.weights
     )
     rows = torch.empty((kept.capacity, x.shape[1]), dtype=x.dtype, device=x.device)
     row_scales = None if scales is None else scales.new_empty((kept.capacity, scales.shape[1]))
@@ -673,10 +668,6 @@ def _weights(kept: Kept, topk_weights: torch.Tensor) -> torch.Tensor:
 def _prefixes(source: torch.Tensor, ranks: int) -> torch.Tensor:
     """How many rows come from the sources up to each one; rows that are none have source -1."""
     return (source[:, :1] == torch.arange(ranks, device=source.device)).sum(0).cumsum(0)
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _must_divide(experts: int, ranks: int) -> None:

@@ -1,9 +1,6 @@
 """The contexts behind a `Buffer`: made by the first call that needs them, which is collective as all calls are.
 
-DeepEP's normal mode knows no most number of tokens. A context does, so each is made for the most tokens that any rank
-has then, rounded up. A rank that has more later sends, in place of its tokens, a row to a further expert that each rank
-has for this alone. The counts of a dispatch come to the host before its rows, so every rank sees it, and all of them
-make a larger context and dispatch once more.
+DeepEP's normal mode knows no most number of tokens, and a context does: `_growth` has how contexts grow.
 """
 
 from __future__ import annotations
@@ -12,19 +9,13 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
+from .. import _growth
 from .._calls import AllToAll
 from .._native import Format, Handle, World
-
-# Fewest tokens for which a context of normal mode is made.
-_LEAST = 128
-
+from .._tensors import device_of
 
 def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _device(x: torch.Tensor) -> str:
-    return f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
 
 
 def _refuse_capture(x: torch.Tensor) -> None:
@@ -76,10 +67,8 @@ class Normal:
             wanted = wanted._replace(
                 choices=max(wanted.choices, self._made[0].choices), fp32=wanted.fp32 or self._made[0].fp32
             )
-        most = max(int(all_tokens) for all_tokens in self._world.all_gather(str(tokens).encode()))
         # With an expert named several times, tokens times choices of a rank are at most 2^20.
-        rounded = min(1 << max(most - 1, 0).bit_length(), (1 << 20) // wanted.choices)
-        room = max(_LEAST, before, most, rounded)
+        room = _growth.room(self._world, tokens, before, (1 << 20) // wanted.choices)
         ranks, experts = self._world.size, wanted.experts
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
@@ -87,19 +76,11 @@ class Normal:
         ep = AllToAll(
             self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
-            placement=[e * ranks // experts for e in range(experts)] + list(range(ranks)), timeout=self._timeout,
-            sms=sms, round_tokens=self._round_tokens if room > self._round_tokens else None,
+            placement=_growth.placement(experts, ranks), timeout=self._timeout, sms=sms,
+            round_tokens=self._round_tokens if room > self._round_tokens else None,
         )
         self._made = (wanted, room, ep)
         return ep
-
-
-def more_tokens_than_room(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Rows and experts that a rank sends in place of its tokens: one row to the further expert of each rank."""
-    rows = -(-ranks // choices)
-    topk_idx = torch.full((rows * choices,), -1, dtype=torch.int64, device=x.device)
-    topk_idx[:ranks] = torch.arange(experts, experts + ranks, device=x.device)
-    return torch.zeros((rows, x.shape[1]), dtype=x.dtype, device=x.device), topk_idx.view(rows, choices)
 
 
 class LowLatency:
@@ -111,15 +92,15 @@ class LowLatency:
 
     def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int, sms: Optional[int]) -> AllToAll:
         """One for calls like this one."""
-        if self._made is not None and self._made[0][:4] == (tokens, x.shape[1], experts, _device(x)):
+        if self._made is not None and self._made[0][:4] == (tokens, x.shape[1], experts, device_of(x)):
             if self._made[0][4] >= choices:
                 return self._made[1]
         _refuse_capture(x)
-        key = (tokens, x.shape[1], experts, _device(x), choices)
+        key = (tokens, x.shape[1], experts, device_of(x), choices)
         self._made = None
         ep = AllToAll(
             self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
-            device=_device(x), weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
+            device=device_of(x), weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
             missing_ranks="masked_at_deadline" if self._shrinks else "fatal",
         )
         self._made = (key, ep)

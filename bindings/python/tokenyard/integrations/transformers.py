@@ -37,20 +37,18 @@ import torch.distributed as dist
 from .. import ops
 from .._calls import AllToAll
 from .._worlds import World
-from ..deep_ep._contexts import more_tokens_than_room
+from .._growth import named, notice, placement, room
+from .._tensors import device_of, name_of
 
 __all__ = ["TESTED_VERSIONS", "register"]
 
 TESTED_VERSIONS = ("5.23.0", "5.24.0")
 """Versions of transformers with which tests/python/test_transformers.py ran."""
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Some versions of torch have no types there.
 _uncompiled: Any = torch.compiler.disable
-
-# Fewest tokens for which a context is made.
-_LEAST = 128
 
 
 def register(name: str = "tokenyard", *, timeout: float = 600.0) -> None:
@@ -115,14 +113,13 @@ class _Layer:
 
     def _wanted(self, x: torch.Tensor, top_k: int) -> Tuple[Any, ...]:
         group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
-        device = f"cuda:{x.device.index or 0}" if x.is_cuda else "cpu"
-        return group, x.shape[1], self.num_local_experts * ranks, top_k, _NAMES[x.dtype], device
+        return group, x.shape[1], self.num_local_experts * ranks, top_k, name_of(x), device_of(x)
 
 
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Refuses what no dispatch can take."""
-    if x.dtype not in _NAMES:
-        raise TypeError(f"hidden_states is of another dtype: expected one of {list(_NAMES)}, got {x.dtype}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"hidden_states is of another dtype: expected one of {list(_DTYPES)}, got {x.dtype}")
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
         expected = "[tokens, hidden] and top_k_index [tokens, top_k]"
         raise ValueError(f"hidden_states is of another shape: expected {expected}, got {[*x.shape]} and {[*ids.shape]}")
@@ -202,8 +199,7 @@ class _Exchange:
         """What came, with router weights, and the local expert of each row `[rows, 1]`."""
         _group, _hidden, experts, top_k, _dtype, _device = self.wanted
         ranks, capturing = self._group.world.size, x.is_cuda and torch.cuda.is_current_stream_capturing()
-        # A number that no expert has, instead of one of the further experts.
-        ids = ids.masked_fill(ids >= experts, torch.iinfo(torch.int32).max).contiguous()
+        ids = named(ids, experts)
         x, weights = x.contiguous(), weights.float().contiguous()
         if capturing:
             if self._ep is None or x.shape[0] > self._room:
@@ -218,8 +214,8 @@ class _Exchange:
             got = ops.dispatch(ep, x, ids, weights, exact=True)
         else:
             with torch.no_grad():
-                notice, named = more_tokens_than_room(x, experts, top_k, ranks)
-                got = ops.dispatch(ep, notice, named, torch.zeros(named.shape, device=x.device), exact=True)
+                rows, choices = notice(x, experts, top_k, ranks)
+                got = ops.dispatch(ep, rows, choices, torch.zeros(choices.shape, device=x.device), exact=True)
         if ops.host_counts(got)[0][-1]:
             # Some rank has more, which all of them see here.
             del got
@@ -238,15 +234,13 @@ class _Exchange:
         """A context for the most tokens that any rank has now. Collective."""
         _group, hidden, experts, top_k, dtype, device = self.wanted
         world = self._group.world
-        most = max(int(others) for others in world.all_gather(str(tokens).encode()))
-        room = max(_LEAST, self._room, 1 << (most - 1).bit_length() if most else 0)
-        placement: List[int] = [e * world.size // experts for e in range(experts)] + list(range(world.size))
+        most = room(world, tokens, self._room)
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._ep = None
         self._ep = AllToAll(
-            world, hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=room, device=device,
+            world, hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=most, device=device,
             dtype=dtype, combine_dtype=dtype, weights="none", payload_words=top_k, dispatch_payload_words=2 * top_k,
-            placement=placement, timeout=self._timeout,
+            placement=placement(experts, world.size), timeout=self._timeout,
         )
-        self._room = room
+        self._room = most
         return self._ep

@@ -1,0 +1,44 @@
+"""Contexts for callers who know no most number of tokens. Imports torch.
+
+Each is made for the most tokens that any rank has then, rounded up. A rank that has more later sends, in place of its
+tokens, a row to a further expert that each rank has for this alone. The counts of a dispatch come to the host before
+its rows, so every rank sees it, and all of them make a larger context and dispatch once more.
+"""
+
+from __future__ import annotations
+
+from typing import List, Tuple
+
+import torch
+
+from ._native import World
+
+# Fewest tokens for which a context is made.
+_LEAST = 128
+
+
+def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
+    """Tokens of a rank for which all ranks make a context, of which this one has so many now. Collective.
+
+    `before`: what there is room for already. `limit`: up to which the number is rounded.
+    """
+    most = max(int(others) for others in world.all_gather(str(tokens).encode()))
+    return max(_LEAST, before, most, min(1 << max(most - 1, 0).bit_length(), limit))
+
+
+def placement(experts: int, ranks: int) -> List[int]:
+    """The rank of each expert, and then of the further ones."""
+    return [e * ranks // experts for e in range(experts)] + list(range(ranks))
+
+
+def named(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+    """The caller's choices, of which none is a further expert: a number that no expert has takes their place."""
+    return topk_idx.masked_fill(topk_idx >= experts, torch.iinfo(torch.int32).max)
+
+
+def notice(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Rows and choices that a rank sends in place of its tokens: one row to the further expert of each rank."""
+    rows = -(-ranks // choices)
+    topk_idx = torch.full((rows * choices,), -1, dtype=torch.int64, device=x.device)
+    topk_idx[:ranks] = torch.arange(experts, experts + ranks, device=x.device)
+    return torch.zeros((rows, x.shape[1]), dtype=x.dtype, device=x.device), topk_idx.view(rows, choices)

@@ -1,0 +1,23 @@
+"""What torch calls what this library names. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Dict
+
+import torch
+
+TYPES: Dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
+    "i32": torch.int32, "i64": torch.int64,
+}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """The library's name of a tensor's dtype; torch's of one that it has not, which the call refuses."""
+    return _NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """A tensor's device, as contexts take it."""
+    return f"cuda:{tensor.device.index or 0}" if tensor.is_cuda else "cpu"
