@@ -6,7 +6,8 @@ A rank is a thread; all share one GPU. The host's time is that around a call, th
 the host waits for the device outside of the clock, so that no call waits for room in the launch queue. Beside it, a call of
 torch that launches one small kernel, and one that allocates. The graph holds a dispatch and a combine; beside its replay
 stands what the program measures of the same shape (`bench --mode graph`), whose dispatch and combine are timed apart.
-DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales.
+DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. The operators' rows are of the same
+context; `deep_ep`'s are of low-latency calls, bf16 rows quantised on their way, with and without a hook.
 """
 
 import argparse
@@ -27,10 +28,15 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch  # noqa: E402
 
 import tokenyard  # noqa: E402
+from tokenyard import deep_ep, ops  # noqa: E402
 
 SHAPE = dict(hidden=7168, experts=256, top_k=8)
 # Calls between two waits for the device; each is a few launches, and the queue has room for a thousand.
 BURST = 16
+# An operator that does nothing, registered as those of the package are: what torch takes for any operator in Python.
+EMPTY = torch.library.Library("tokenyard_cost", "FRAGMENT")
+EMPTY.define("empty(Tensor x) -> Tensor")
+EMPTY.impl("empty", lambda x: x, "CompositeExplicitAutograd")
 
 
 def arguments():
@@ -52,6 +58,7 @@ class Rank:
         self.world, self.args, self.on_gpu = world, args, args.device != "cpu"
         # Blocks wait for those of other ranks: those of all ranks that share the GPU must fit at once, as in the program.
         sms = (torch.cuda.get_device_properties(0).multi_processor_count - 4) // world.size if self.on_gpu and world.size > 1 else None
+        self.sms = sms
         self.ep = tokenyard.AllToAll(world, **SHAPE, max_tokens_per_rank=args.tokens, device=args.device, dtype="fp8",
                                      scales="fp32", sms=sms)
         self.x = torch.randn((args.tokens, SHAPE["hidden"]), generator=draw).to(torch.float8_e4m3fn).to(args.device)
@@ -62,6 +69,10 @@ class Rank:
         self.output, self.got = self.ep.output(self.x)
         self.rows = torch.zeros(self.got.rows.shape, dtype=torch.bfloat16, device=args.device)
         self.out = torch.empty((args.tokens, SHAPE["hidden"]), dtype=torch.bfloat16, device=args.device)
+        self.x16 = torch.randn((args.tokens, SHAPE["hidden"]), generator=draw).to(torch.bfloat16).to(args.device)
+        self.ids64 = self.ids.long()
+        places = (SHAPE["experts"] // world.size, world.size * args.tokens, SHAPE["hidden"])
+        self.ll_rows = torch.zeros(places, dtype=torch.bfloat16, device=args.device)
         self.small = torch.zeros(1, device=args.device)
 
     def dispatch(self):
@@ -78,28 +89,52 @@ class Rank:
             torch.cuda.current_stream().synchronize()
         self.ep.check()
 
+    def calls(self):
+        """Each call that is timed, by name; it has what the one before it returned, and returns what the next one needs."""
+        deep_ep.Buffer.low_latency_sms = self.sms
+        buffer = deep_ep.Buffer(self.world, low_latency_mode=True)
+        shape = (self.args.tokens, SHAPE["experts"])
+        empty = torch.ops.tokenyard_cost.empty
+
+        def combine_ll(found, **options):
+            return buffer.low_latency_combine(self.ll_rows, self.ids64, self.weights, found[2], **options)[2]
+
+        return {
+            "dispatch": lambda _: self.dispatch(),
+            "dispatch_into": lambda _: self.dispatch_into(),
+            "combine": self.combine,
+            "ops.dispatch": lambda _: ops.dispatch(self.ep, self.x, self.ids, self.weights, scales=self.scales),
+            "ops.combine": lambda got: ops.combine(self.rows, got),
+            "ops.dispatch_into": lambda _: ops.dispatch_into(
+                self.ep, self.got.rows, self.got.counts, self.x, self.ids, self.weights, scales=self.scales,
+                row_scales=self.got.scales, offsets=self.got.offsets),
+            "deep_ep LL dispatch": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape),
+            "deep_ep LL combine": lambda found: combine_ll((None, None, found[2])),
+            "deep_ep LL dispatch, hook": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape, return_recv_hook=True),
+            "its hook": lambda found: (found[4](), found)[1],
+            "deep_ep LL combine, hook": lambda found: combine_ll((None, None, found[2]), return_recv_hook=True),
+            "combine's hook": lambda hook: hook(),
+            "torch add_": lambda _: self.small.add_(1.0),
+            "torch empty": lambda _: torch.empty((1,), device=self.args.device),
+            "an empty operator": lambda _: empty(self.small),
+        }
+
     def host_times(self):
-        """Nanoseconds of each call, by name."""
-        times = {name: [] for name in ("dispatch", "dispatch_into", "combine", "torch add_", "torch empty")}
+        """Microseconds of each call, by name."""
+        calls = self.calls()
+        times = {name: [] for name in calls}
         clock = time.perf_counter_ns
         for call in range(self.args.calls + 50):
             if call % BURST == 0:
                 self.wait()
                 self.world.barrier()
-            marks = [clock()]
-            got = self.dispatch()
-            marks.append(clock())
-            handle = self.dispatch_into()
-            marks.append(clock())
-            self.combine(handle)
-            marks.append(clock())
-            self.small.add_(1.0)
-            marks.append(clock())
-            torch.empty((1,), device=self.args.device)
-            marks.append(clock())
-            del got, handle
-            if call >= 50:
-                for name, begin, end in zip(times, marks, marks[1:]):
+            found = None
+            for name, work in calls.items():
+                begin = clock()
+                next_one = work(found)
+                end = clock()
+                found = next_one
+                if call >= 50:
                     times[name].append(end - begin)
         self.wait()
         return {name: quantiles(values) for name, values in times.items()}
@@ -192,7 +227,7 @@ def main():
         result = {"ranks": ranks, "tokens": args.tokens, "calls": args.calls, "host_us": host, "replay": replay}
         print(f"{ranks} rank{'s' if ranks > 1 else ''} of {args.tokens} tokens")
         for name, times in host.items():
-            print(f"  host    {name:<14} p50 {times['p50']:8.1f} us   p99 {times['p99']:8.1f} us")
+            print(f"  host    {name:<26} p50 {times['p50']:8.1f} us   p99 {times['p99']:8.1f} us")
         if replay is not None:
             program = result["program_graph_us"] = programs(ranks, args)
             both = program["dispatch"] + program["combine"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -442,16 +443,19 @@ class Buffer:
             # What was enqueued all the same uses tensors that the caller may let go of.
             current.wait_stream(comm)
             raise
-        if not torch.cuda.is_current_stream_capturing():
-            # What the allocator must not give to others before the other stream is done with it.
-            for tensor in inputs:
-                tensor.record_stream(comm)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            # Memory of the communication stream, which the current one uses.
             for tensor in _tensors(made):
                 tensor.record_stream(current)
-        if async_finish:
-            return made, EventOverlap(EventHandle(comm), tuple(inputs))
-        current.wait_stream(comm)
-        return made, EventOverlap()
+        if not async_finish:
+            # Memory of the inputs goes to work of the current stream, which is after the call then.
+            current.wait_stream(comm)
+            return made, EventOverlap()
+        if not capturing:
+            for tensor in inputs:
+                tensor.record_stream(comm)
+        return made, EventOverlap(EventHandle(comm), tuple(inputs))
 
 
 class _Normal:
@@ -575,9 +579,7 @@ class _LowLatency:
         self.expands = fp8 and round_scale and not ue8m0
         scales = None if not fp8 else "ue8m0" if round_scale else "fp32"
         hidden, experts, device = x.shape[1], len(ep.local_experts), x.device
-        self.format = Format(
-            hidden, tokens, dtype="fp8" if fp8 else "bf16", scales=scales, quantize=fp8, weights="combine"
-        )
+        self.format = _low_latency_format(hidden, tokens, scales)
         dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
         self.x_out = torch.empty((experts, self.capacity, hidden), dtype=dtype, device=device)
         self.counts = torch.empty(experts, dtype=torch.int32, device=device)
@@ -622,6 +624,13 @@ class _LowLatency:
             shifts = torch.arange(0, 8 * blocks, 8, dtype=torch.int32, device=self.words.device) % 32
             exponents = (self.words.repeat_interleave(4, 1)[:, :blocks] >> shifts[:, None]) & 255
             self.scales.copy_((exponents << 23).view(torch.float32))
+
+
+@functools.lru_cache(maxsize=64)
+def _low_latency_format(hidden: int, tokens: int, scales: Optional[str]) -> Format:
+    """bf16 rows, or with scales fp8 rows that dispatch makes of bf16."""
+    dtype = "bf16" if scales is None else "fp8"
+    return Format(hidden, tokens, dtype=dtype, scales=scales, quantize=scales is not None, weights="combine")
 
 
 def _world(group: Any, comm: Any) -> World:

@@ -92,11 +92,10 @@ class LowLatency:
 
     def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int, sms: Optional[int]) -> AllToAll:
         """One for calls like this one."""
-        if self._made is not None and self._made[0][:4] == (tokens, x.shape[1], experts, device_of(x)):
-            if self._made[0][4] >= choices:
-                return self._made[1]
+        key = (tokens, x.shape[1], experts, x.device, choices)
+        if self._made is not None and self._made[0][:4] == key[:4] and self._made[0][4] >= choices:
+            return self._made[1]
         _refuse_capture(x)
-        key = (tokens, x.shape[1], experts, device_of(x), choices)
         self._made = None
         ep = AllToAll(
             self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
