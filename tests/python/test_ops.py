@@ -176,6 +176,32 @@ def test_compiled_whole_with_gradients(backend):
         near(w.grad, given[1].grad, 4 * case.hidden)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are of a GPU")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled_into_graphs(gradients):
+    case = Case(ranks=1, seed=29)
+    ep = context(tokenyard.World.threads(1)[0], case, **LIMITS, weights="none")
+    calls, dispatch_into = [], ep.dispatch_into
+    ep.dispatch_into = lambda *given, **how: calls.append(1) or dispatch_into(*given, **how)
+    compiled = torch.compile(layer(ep), fullgraph=True, mode="reduce-overhead")
+    seen = []
+    for step in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        x, ids, w = tensors(Case(ranks=1, seed=29 + step), 0, grad=gradients)
+        y = compiled(x, ids, w)
+        near(y.detach(), plain(x, ids, w).detach().double(), 16)
+        if gradients:
+            y.backward(towards(case, 0).to(DEVICE))
+            given = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+            plain(given[0], ids, given[1]).backward(towards(case, 0).double().to(DEVICE))
+            near(x.grad, given[0].grad, 16)
+            near(w.grad, given[1].grad, 4 * case.hidden)
+        seen.append(len(calls))
+        ep.check()
+    # A replay calls nothing of Python.
+    assert seen[-1] == seen[-3] > 0
+
+
 def test_compiled_ranks():
     case = Case(seed=24)
 
