@@ -230,7 +230,7 @@ def test_rows_of_fp8_given_and_quantised_in_one_context(scales):
         got = ep.dispatch(ours, ids, scales=strided[:, : words.shape[1]], format=given)
         for i, e in enumerate(ep.local_experts):
             tokens = [t for t in range(4) if e in ids[t]]
-            wanted = torch.cat([(x * (s + 1)).clamp(-448, 448).to(torch.float8_e4m3fn)[tokens].view(torch.uint8) for s in (0, 1)])
+            wanted = torch.cat([(x * (s + 1)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)[tokens] for s in (0, 1)])
             part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
             assert torch.equal(got.rows[part].view(torch.uint8), wanted)
             assert torch.equal(got.scales[part], torch.cat([words[tokens] + s for s in (0, 1)]))
