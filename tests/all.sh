@@ -14,6 +14,8 @@ started=$SECONDS
 # Nothing is built twice here, but for mutants, which set it themselves.
 export CARGO_INCREMENTAL=0
 ahead=
+packages_ahead=
+sanitized_ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -214,16 +216,40 @@ doubles() {
   "$folder/ibverbs_rules" "${libraries[@]}"
 }
 
-# The Python package: a wheel, its types, and its tests. The environment is another one, as torch brings its own CUDA.
+# Installs packages into an environment of Python, which it makes.
+from_pypi() {
+  local environment=$1
+  [ -x "$environment/bin/pip" ] || python3 -m venv "$environment"
+  "$environment/bin/pip" install -q --disable-pip-version-check "${@:2}"
+}
+
+# What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is supported;
+# and engines whose layers run over the package. torch brings its own CUDA.
+packages() {
+  from_pypi .venv-python 'maturin>=1.9,<2' mypy numpy pytest
+  want "torch from PyPI" from_pypi .venv-python torch
+  want "transformers from PyPI" from_pypi .venv-python transformers accelerate
+  want "megatron-core from PyPI" from_pypi .venv-python 'megatron-core>=0.16.1,<0.20'
+  want "torch 2.6 from PyPI" from_pypi .venv-python-oldest 'torch==2.6.*' numpy pytest
+}
+
+# Downloads them beside lints and builds.
+begin_packages() {
+  mkdir -p target
+  (unset TOKENYARD_STRICT && packages) >target/python-packages.log 2>&1 &
+  packages_ahead=$!
+}
+
+# The Python package: a wheel, its types, and its tests.
 python() {
   say "the Python package"
-  [ -x .venv-python/bin/pip ] || python3 -m venv .venv-python
-  .venv-python/bin/pip install -q --disable-pip-version-check 'maturin>=1.9,<2' mypy numpy pytest
-  want "torch from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check torch
-  # Engines whose layers run over the package.
-  want "transformers from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check transformers accelerate
-  want "megatron-core from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check 'megatron-core>=0.16.1,<0.20'
+  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # the next line says why
+  packages
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
+  if wanted sanitize; then
+    nice -n 19 "${sanitized_build[@]}" --jobs 1 >target/sanitized-build.log 2>&1 &
+    sanitized_ahead=$!
+  fi
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
   ls -l target/wheels
@@ -231,6 +257,10 @@ python() {
   .venv-python/bin/mypy
   .venv-python/bin/python -m mypy.stubtest tokenyard._native
   .venv-python/bin/python -m pytest -q -rs tests/python
+  if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)'; then
+    .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
+    .venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py
+  fi
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
@@ -255,12 +285,13 @@ two_at_a_time() {
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
-# of its own, since it is built beside the last tests: g++ takes most of the time, on one core.
+# of its own, since it is built beside the Python package's tests: g++ takes most of the time, on one core.
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --features cli
   --target-dir target/sanitized)
 
 sanitize() {
   say "sanitizers"
+  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # the next line says why
   "${sanitized_build[@]}"
   local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
   local verify='target/sanitized/debug/tokenyard verify'
@@ -286,15 +317,16 @@ mutants() {
 # All Rust tests, with every line counted.
 coverage() {
   say "Rust tests with coverage"
-  local beside=()
-  if wanted sanitize; then beside=("${sanitized_build[@]}" --jobs 1); fi
-  bash tests/coverage.sh "${beside[@]}"
+  bash tests/coverage.sh
 }
 
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
 if wanted lint && wanted build; then build_ahead; fi
+if wanted lint && wanted python; then begin_packages; fi
+# What was begun ahead does not outlive a step that fails.
+trap 'kill $ahead $packages_ahead $sanitized_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
 done

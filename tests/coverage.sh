@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
 # tools of the Rust toolchain.
-#
-#   tests/coverage.sh [COMMAND...]     COMMAND runs beside the VM, which keeps one core busy
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -70,12 +68,6 @@ in_vm() {
   esac
   return "$status"
 }
-beside=
-trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null || true' EXIT
-if [ $# -gt 0 ]; then
-  env -u RUSTC_WORKSPACE_WRAPPER -u LLVM_PROFILE_FILE nice -n 19 "$@" >"$logs/beside.log" 2>&1 &
-  beside=$!
-fi
 in_vm
 
 # libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
@@ -89,13 +81,6 @@ over_libfabric2
 
 # The documentation's tests link with the crate as it was built above.
 RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$target" --doc
-if [ -n "$beside" ]; then
-  status=0
-  wait "$beside" || status=$?
-  beside=
-  cat "$logs/beside.log"
-  [ "$status" -eq 0 ]
-fi
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
 # Programs in C run this one.
