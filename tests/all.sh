@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything: installs what it needs into .venv, then formatting, lints, builds, tests, seeded schedules, sanitizers,
-# mutants and coverage. Needs Rust, a C++ compiler and Python 3. Options: names of steps to run alone.
+# Everything: installs what it needs into .venv, then formatting, links, lints, builds, tests, seeded schedules,
+# sanitizers, mutants and coverage. Needs Rust, a C++ compiler and Python 3. Options: names of steps to run alone.
 #
 # What the machine lacks for some tests is printed as skipped, and once more at the end. TOKENYARD_STRICT=1: it fails.
 # TOKENYARD_STRICT=auto: it fails where setup found or installed all of it.
@@ -109,7 +109,8 @@ setup() {
 }
 
 format() {
-  say "formatting, and the table of mutants"
+  say "formatting, links, and the table of mutants"
+  python3 tests/links.py
   python3 tests/mutants.py --check
   python3 tests/python_mutants.py --check
   cargo fmt --all --check
@@ -223,8 +224,8 @@ from_pypi() {
   "$environment/bin/pip" install -q --disable-pip-version-check "${@:2}"
 }
 
-# What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is supported;
-# and engines whose layers run over the package. torch brings its own CUDA.
+# What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is
+# supported; and engines whose layers run over the package. torch brings its own CUDA.
 packages() {
   from_pypi .venv-python 'maturin>=1.9,<2' mypy numpy pytest
   want "torch from PyPI" from_pypi .venv-python torch

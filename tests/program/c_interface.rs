@@ -280,11 +280,11 @@ fn the_header_compiles_by_itself_in_every_standard() {
 }
 
 #[test]
-fn the_guides_example_in_c_runs() {
-    let guide = std::fs::read_to_string(root().join("docs/guide.md")).unwrap();
-    let examples: Vec<&str> = guide.split("\n```c\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
+fn the_pages_example_in_c_runs() {
+    let page = std::fs::read_to_string(root().join("docs/c.md")).unwrap();
+    let examples: Vec<&str> = page.split("\n```c\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
     assert_eq!(examples.len(), 1);
-    let source = installed().parent().unwrap().join("guide.c");
+    let source = installed().parent().unwrap().join("page.c");
     std::fs::write(&source, format!("{}\n", examples[0])).unwrap();
     let Some(program) = built(SHARED, &source, "c99") else { return };
     let (status, said) = start(&program, &[], &[]).outcome(Instant::now());

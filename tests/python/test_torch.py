@@ -109,12 +109,20 @@ def test_an_output_follows_its_tensors_to_other_memory():
 
 def programs(page):
     """The Python programs of a page."""
-    text = (pathlib.Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    text = (pathlib.Path(__file__).parents[2] / page).read_text(encoding="utf-8")
     return [part.partition("```")[0] for part in text.split("```python\n")[1:]]
 
 
-def test_the_guides_programs_run():
-    first, second = programs("guide.md")
+def test_the_readmes_program_runs(capsys):
+    (program,) = programs("README.md")
+    exec(program, {})  # noqa: S102: the repository's own page
+    said = capsys.readouterr().out
+    # Sums of two weights of at most 1 times rows of about 4: three roundings to bf16.
+    assert said.startswith("tensor(") and float(said[7:].split(",")[0].rstrip(")\n")) < 6 * 3 * 2.0**-8
+
+
+def test_the_pages_programs_run():
+    first, second = programs("docs/python.md")
     small = {"World.from_env()": "World.threads(1)[0]", "7168": "64", "rank=128": "rank=128, device='cpu'"}
     small["max_tokens_per_rank=4096"] = "max_tokens_per_rank=8, device='cpu'"
     for old, new in small.items():
@@ -135,7 +143,7 @@ def test_the_guides_programs_run():
 
 
 def test_the_program_of_deep_eps_page_runs():
-    (program,) = programs("deep_ep.md")
+    (program,) = programs("docs/deep_ep.md")
     given = {"group": tokenyard.World.threads(1)[0]}
     try:
         exec(program, given)  # noqa: S102: the repository's own page
