@@ -12,7 +12,7 @@ use tokenyard::{
 };
 
 /// Refuses a word that is none of those known.
-fn unknown(name: &str, given: &str, known: &[&str]) -> PyErr {
+pub(super) fn unknown(name: &str, given: &str, known: &[&str]) -> PyErr {
     PyValueError::new_err(format!("{name} is {given:?}: give one of {}", known.join(", ")))
 }
 

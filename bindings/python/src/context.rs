@@ -6,6 +6,7 @@ use super::detached::Detached;
 use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
+use super::proxies::Proxy;
 use super::worlds::World;
 use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
@@ -96,7 +97,7 @@ fn device_of(py: Python<'_>, name: &str, local_rank: usize) -> PyResult<Device> 
 }
 
 /// A time that Python gives in seconds.
-fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
+pub(super) fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
     // Above: no deadline that anybody means, and more than some waits can count.
     let meant = (0.0..=1e9).contains(&seconds).then(|| Duration::from_secs_f64(seconds));
     meant.ok_or_else(|| PyValueError::new_err(format!("{name} is {seconds:e}: give seconds from 0 to 1e9")))
@@ -108,7 +109,7 @@ impl Context {
     #[pyo3(signature = (
         world, format, *, experts, top_k, device="cuda", room_for=None, timeout=30.0, sms=None, placement=None,
         duplicates=false, payload_words=0, dispatch_payload_words=0, missing_ranks="fatal", partial="same",
-        round_tokens=None, handles=None, handle_rows=None,
+        round_tokens=None, handles=None, handle_rows=None, proxy=None,
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
@@ -131,6 +132,7 @@ impl Context {
         round_tokens: Option<usize>,
         handles: Option<usize>,
         handle_rows: Option<usize>,
+        proxy: Option<&Proxy>,
     ) -> PyResult<Context> {
         let timeout = duration("timeout", timeout)?;
         let device = device_of(py, device, world.inner.local_rank())?;
@@ -156,6 +158,10 @@ impl Context {
         }
         if let Some(sms) = sms {
             builder = builder.sms(sms);
+        }
+        if let Some(proxy) = proxy {
+            proxy.inner.must_be_of_this_process("proxy")?;
+            builder = builder.proxy(&proxy.inner);
         }
         if let Some(table) = placement {
             let placement = tokenyard::Placement::table(table, world.inner.size());

@@ -13,6 +13,7 @@ mod dlpack;
 mod errors;
 mod exclusive;
 mod formats;
+mod proxies;
 mod worlds;
 
 use pyo3::prelude::*;
@@ -39,6 +40,7 @@ fn run_program(py: Python<'_>, arguments: Vec<String>, program: Option<PathBuf>)
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("version", format!("{}+g{COMMIT}", env!("CARGO_PKG_VERSION")))?;
     module.add_class::<worlds::World>()?;
+    module.add_class::<proxies::Proxy>()?;
     module.add_class::<context::Context>()?;
     module.add_class::<context::Handle>()?;
     module.add_class::<context::RankMask>()?;

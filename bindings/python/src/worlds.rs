@@ -77,6 +77,20 @@ impl World {
         self.inner.generation()
     }
 
+    /// Ranks of each node, in rank order. One node, unless the environment or `with_nodes` gives several.
+    #[getter]
+    fn nodes(&self) -> Vec<usize> {
+        self.inner.nodes().to_vec()
+    }
+
+    /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share no
+    /// memory, and write to each other over the network of their proxies.
+    fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {
+        self.inner.must_be_of_this_process("world")?;
+        let split = (*self.inner).clone().with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
+        Ok(World { inner: Detached::new(split) })
+    }
+
     /// Waits until every rank has come here. Collective.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
         self.inner.must_be_of_this_process("world")?;

@@ -28,6 +28,7 @@ from ._native import (
     OrderError,
     Output,
     PeerLostError,
+    Proxy,
     RankMask,
     RoutingError,
     Sent,
@@ -55,5 +56,5 @@ def install_as(name: str) -> None:
 __all__ = [
     "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "CombineSent", "ConfigError", "DeviceError",
     "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
-    "PeerLostError", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__", "install_as",
+    "PeerLostError", "Proxy", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__", "install_as",
 ]

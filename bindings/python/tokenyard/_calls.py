@@ -55,7 +55,7 @@ class AllToAll:
     `missing_ranks`: "fatal"; "masked" for `mask_rank`; "masked_at_deadline" if a deadline masks the rank that is silent.
     `partial`: in what partial rows travel, "same" as the experts' outputs, "fp32" or "fp8". `round_tokens`: tokens of a
     round of larger calls. `handles`, `handle_rows`: how many handles are there from the start, for captures, and for
-    outputs of how many rows.
+    outputs of how many rows. `proxy`: this rank's, in a world of several nodes.
 
     On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
     current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
@@ -88,6 +88,7 @@ class AllToAll:
         round_tokens: Optional[int] = None,
         handles: Optional[int] = None,
         handle_rows: Optional[int] = None,
+        proxy: Optional[_native.Proxy] = None,
     ) -> None:
         self._format = Format(
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
@@ -98,7 +99,7 @@ class AllToAll:
             world, self._format, experts=experts, top_k=top_k, device=device, room_for=room_for, timeout=timeout,
             sms=sms, placement=placement, duplicates=duplicates, payload_words=payload_words,
             dispatch_payload_words=dispatch_payload_words, missing_ranks=missing_ranks, partial=partial,
-            round_tokens=round_tokens, handles=handles, handle_rows=handle_rows,
+            round_tokens=round_tokens, handles=handles, handle_rows=handle_rows, proxy=proxy,
         )
         self._top_k, self._ranks, self._duplicates = top_k, world.size, duplicates
         # Ranks that wait for each other count as missing after eight deadlines.

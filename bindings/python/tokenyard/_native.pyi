@@ -17,6 +17,7 @@ __all__ = [
     "OrderError",
     "Output",
     "PeerLostError",
+    "Proxy",
     "RankMask",
     "RoutingError",
     "Sent",
@@ -104,9 +105,29 @@ class World:
     def local_rank(self) -> int: ...
     @property
     def generation(self) -> int: ...
+    @property
+    def nodes(self) -> List[int]: ...
+    def with_nodes(self, sizes: Sequence[int]) -> World: ...
     def barrier(self) -> None: ...
     def all_gather(self, own: bytes) -> List[bytes]: ...
     def regroup(self, generation: int, members: Sequence[int]) -> World: ...
+
+@final
+class Proxy:
+    def __new__(
+        cls,
+        world: World,
+        network: str,
+        *,
+        nics: int = 1,
+        names: Optional[Sequence[str]] = None,
+        source: Optional[str] = None,
+        gpu: Optional[int] = None,
+        silence: float = 1.0,
+        core: Optional[int] = None,
+        spinners: int = 0,
+        seed: int = 0,
+    ) -> Proxy: ...
 
 @final
 class Format:
@@ -205,6 +226,7 @@ class Context:
         round_tokens: Optional[int] = None,
         handles: Optional[int] = None,
         handle_rows: Optional[int] = None,
+        proxy: Optional[Proxy] = None,
     ) -> Context: ...
     @property
     def format(self) -> Format: ...

@@ -1,0 +1,110 @@
+//! Networks between nodes, and the proxies that use them.
+
+use super::calls::unknown;
+use super::detached::Detached;
+use super::errors;
+use super::worlds::World;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use tokenyard::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
+use tokenyard::network::sim::{Clock, ProcessEndpoint, SimConfig};
+use tokenyard::network::verbs::{VerbsConfig, VerbsEndpoint};
+use tokenyard::{AnyTransport, Liveness, ProxyConfig, ThreadConfig};
+
+const NETWORKS: [&str; 5] = ["verbs", "efa", "tcp", "shm", "simulated"];
+
+/// The thread that posts a rank's writes to the network between nodes. Every rank of a world of several nodes has one,
+/// which all its contexts take (`AllToAll(..., proxy=proxy)`); it ends once it and they are gone.
+///
+/// `network`: "verbs" (RDMA NICs of InfiniBand or RoCE), "efa", "tcp" or "shm" (by libfabric), or "simulated" (between
+/// processes of one host, for tests: it delays and reorders as much as a real one may, as drawn from `seed`). `nics`:
+/// NICs of this rank, the same on all ranks. `names`: devices of verbs or domains of EFA, of which NIC i uses number
+/// i modulo their number; by default all that there are. `source`: for tcp the local address; by default the first
+/// that the provider lists. `gpu`: number of the GPU whose memory the NICs may register; by default host memory alone.
+/// `silence`: seconds after which a silent peer is lost. `core`: a CPU to pin the thread to. `spinners`: threads of this
+/// host that spin; with more of them than cores an idle proxy yields.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Proxy {
+    pub inner: Detached<tokenyard::Proxy>,
+    network: String,
+}
+
+/// What a network is opened with.
+struct Opening<'a> {
+    network: &'a str,
+    nics: usize,
+    names: Vec<String>,
+    source: Option<String>,
+    gpu: Option<usize>,
+    seed: u64,
+    /// Of the simulated network.
+    drawn: [u8; 16],
+}
+
+#[pymethods]
+impl Proxy {
+    #[new]
+    #[pyo3(signature = (
+        world, network, *, nics=1, names=None, source=None, gpu=None, silence=1.0, core=None, spinners=0, seed=0,
+    ))]
+    // The parameters are Python's keywords.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        world: &World,
+        network: &str,
+        nics: usize,
+        names: Option<Vec<String>>,
+        source: Option<String>,
+        gpu: Option<usize>,
+        silence: f64,
+        core: Option<usize>,
+        spinners: usize,
+        seed: u64,
+    ) -> PyResult<Proxy> {
+        if !NETWORKS.contains(&network) {
+            return Err(unknown("network", network, &NETWORKS));
+        }
+        let silence = super::context::duration("silence", silence)?;
+        let mut config = ProxyConfig { liveness: Liveness::default(), thread: ThreadConfig { core, spinners } };
+        config.liveness.silence_ns = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
+        let drawn = py.import("os")?.call_method1("urandom", (16,))?;
+        let drawn = drawn.cast::<PyBytes>()?.as_bytes().try_into()?;
+        let opening = Opening { network, nics, names: names.unwrap_or_default(), source, gpu, seed, drawn };
+        world.inner.must_be_of_this_process("world")?;
+        let spawned = errors::wait(py, || {
+            let transport = opening.open(&world.inner)?;
+            tokenyard::Proxy::spawn(&world.inner, transport, config)
+        })?;
+        Ok(Proxy { inner: Detached::new(spawned), network: network.to_owned() })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<tokenyard.Proxy over {}>", self.network)
+    }
+}
+
+impl Opening<'_> {
+    fn open(&self, world: &tokenyard::World) -> tokenyard::Result<AnyTransport> {
+        match self.network {
+            "verbs" => {
+                let mut config = VerbsConfig::default();
+                (config.devices, config.nics, config.gpu) = (self.names.clone(), self.nics, self.gpu);
+                Ok(Box::new(VerbsEndpoint::open(world.rank(), config)?))
+            }
+            "simulated" => {
+                let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(self.seed) };
+                // Rank 0's number, by which the ranks know each other.
+                let drawn = world.all_gather("token of a simulated network", &self.drawn)?;
+                let token = drawn.into_iter().next().unwrap_or_default();
+                Ok(Box::new(ProcessEndpoint::open(world.rank(), &token, config)?))
+            }
+            provider => {
+                let mut config = LibfabricConfig::new(provider);
+                (config.nics, config.domains) = (self.nics, self.names.clone());
+                (config.source, config.gpu) = (self.source.clone(), self.gpu);
+                Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?))
+            }
+        }
+    }
+}

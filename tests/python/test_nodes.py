@@ -1,0 +1,87 @@
+"""Nodes that are linked by a network: ranks are processes of one host, and nodes groups of them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tokenyard
+from rig import Case, poisoned
+
+SECONDS = 60
+
+
+def rank_of(network, nodes, rank, size, folder):
+    """One rank of a job whose ranks meet by files."""
+    calls = iter(range(1000))
+
+    def all_gather(what, own, seconds):
+        return by_files(pathlib.Path(folder), next(calls), rank, size, own)
+
+    world = tokenyard.World.over(rank, size, all_gather).with_nodes(nodes)
+    assert world.nodes == nodes
+    case = Case(ranks=size, seed=31)
+    source = {"source": "127.0.0.1"} if network == "tcp" else {}
+    proxy = tokenyard.Proxy(world, network, seed=5, spinners=size, silence=10, **source)
+    ep = tokenyard.AllToAll(world, **case.limits | {"timeout": SECONDS}, proxy=proxy)
+    for _ in range(3):
+        got = ep.dispatch(case.x[rank], case.ids[rank], case.weights[rank])
+        rows = poisoned(got.rows.shape)
+        for i, expert in enumerate(ep.local_experts):
+            part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+            np.testing.assert_array_equal(got.rows[part], case.rows_of(expert))
+            rows[part] = case.expert(expert, got.rows[part])
+        sums = ep.combine(rows, got.handle)
+        np.testing.assert_allclose(sums, case.sums(rank), rtol=2e-5, atol=2e-5)
+    world.barrier()
+    return repr(proxy)
+
+
+def by_files(folder, call, rank, size, own):
+    """An all-gather of processes of one host."""
+    import time
+
+    (folder / f"{call}-{rank}.part").write_bytes(own)
+    (folder / f"{call}-{rank}.part").rename(folder / f"{call}-{rank}")
+    deadline = time.monotonic() + SECONDS
+    paths = [folder / f"{call}-{other}" for other in range(size)]
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} waited {SECONDS} s for an all-gather of files")
+        time.sleep(0.002)
+    return [path.read_bytes() for path in paths]
+
+
+@pytest.mark.parametrize(("network", "nodes"), [("simulated", [1, 1]), ("simulated", [2, 1]), ("tcp", [1, 1])])
+def test_ranks_of_several_nodes(network, nodes, tmp_path):
+    if network == "tcp":
+        found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
+        if "lacks  libfabric" in found:
+            pytest.skip("install libfabric")
+    size = sum(nodes)
+    start = [[sys.executable, __file__, network, json.dumps(nodes), str(rank), str(size), str(tmp_path)] for rank in range(size)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in start]
+    said = [rank.communicate(timeout=2 * SECONDS) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, said
+    assert {out.strip() for out, _ in said} == {f"<tokenyard.Proxy over {network}>"}
+
+
+def test_what_nodes_and_proxies_refuse():
+    world = tokenyard.World.threads(1)[0]
+    assert world.nodes == [1]
+    with pytest.raises(tokenyard.ConfigError, match="nodes"):
+        world.with_nodes([2])
+    with pytest.raises(ValueError, match='network is "ib": give one of verbs, efa, tcp, shm, simulated'):
+        tokenyard.Proxy(world, "ib")
+    with pytest.raises(ValueError, match="silence is -1e0: give seconds"):
+        tokenyard.Proxy(world, "simulated", silence=-1)
+    with pytest.raises(tokenyard.TransportError):
+        tokenyard.Proxy(world, "verbs", names=["no-such-device"])
+
+
+if __name__ == "__main__":
+    network, nodes, rank, size, folder = sys.argv[1:]
+    print(rank_of(network, json.loads(nodes), int(rank), int(size), folder))
