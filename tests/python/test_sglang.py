@@ -1,0 +1,502 @@
+"""SGLang's DeepEP dispatchers over `tokenyard.install_as("deep_ep")`, against a dense reference.
+
+SGLang's classes are unmodified. What they ask of GPUs on their way, a machine without GPUs lacks; `on_the_cpu` has the
+list of stand-ins. Ranks are processes, on CPU tensors, with gloo groups. SGLang's wheel holds a copy for one version of
+Python and asks for much that its dispatchers never call, so tests/all.sh unpacks it beside few packages into a folder
+of its own, `TOKENYARD_SGLANG` or target/sglang, which these ranks alone have in sys.path. As a program, this file is
+the ranks: `test_sglang.py ranks 2 4`.
+"""
+
+import contextlib
+import datetime
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from test_torch import free_port
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG") or ROOT / "target" / "sglang")
+EXPERTS_OF_RANK, TOP_K, HIDDEN = 3, 4, 640
+# Columns of a scale, and of four scales in a word.
+BLOCK, WORD = 128, 512
+DEADLINE_SECONDS = 150.0
+
+if os.environ.get("TOKENYARD_STRICT") != "1":
+    pytest.importorskip("torch")
+    if not (FOLDER / "sglang" / "srt").is_dir():
+        pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
+
+
+def test_sglang():
+    """On two ranks, then on four, by one process, which imports SGLang once."""
+    ran = run_program("ranks", "2", "4")
+    assert ran.returncode == 0 and ran.stdout.count("right") == 2 + 4, ran.stdout + ran.stderr
+
+
+def test_import_guard(tmp_path):
+    """A `deep_ep` that cannot be imported is an error of its use alone, which has the reason."""
+    (tmp_path / "deep_ep.py").write_text('raise AssertionError("two copies of a library")\n')
+    ran = run_program("guard", str(tmp_path))
+    assert ran.returncode == 0 and "right" in ran.stdout, ran.stdout + ran.stderr
+
+
+def run_program(*arguments, **env):
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | env
+    return subprocess.run([sys.executable, "-W", "ignore", __file__, *arguments], env=env, capture_output=True, text=True,
+                          timeout=DEADLINE_SECONDS + 60)
+
+
+# The program
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules in place of packages that SGLang imports for other things than its dispatchers: each attribute is a class."""
+
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("torchvision",):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: type(name, (), {}) if not name.startswith("__") else None
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def on_the_cpu():
+    """Stand-ins, by name, for what needs a GPU.
+
+    - torch.cuda.get_device_properties: SGLang compares the number of multiprocessors with that of communication.
+    - sglang_per_token_group_quant_fp8: a kernel of Triton, which normal dispatch calls before `Buffer.dispatch`.
+    - deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM: combine in normal mode is for DeepGEMM's experts alone. The tests' experts
+      stand in for them. `deep_gemm` sets its other constants, which state a GPU's kind.
+    - ServerArgs: those of no model, since SGLang has none without a command line."""
+    import torch
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.runtime_context import get_context
+
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=132)
+    deepep.sglang_per_token_group_quant_fp8 = quantised_rows
+    get_context().override_server_args(model_path="dummy").install()
+
+
+@contextlib.contextmanager
+def deep_gemm(ue8m0, present=True):
+    """DeepGEMM as SGLang finds it: on Blackwell, whose scales are packed UE8M0, or on Hopper."""
+    from sglang.srt.layers import deep_gemm_wrapper as gemm
+
+    names = ("ENABLE_JIT_DEEPGEMM", "DEEPGEMM_BLACKWELL", "DEEPGEMM_SCALE_UE8M0")
+    before = [getattr(gemm, name) for name in names]
+    gemm.ENABLE_JIT_DEEPGEMM, gemm.DEEPGEMM_BLACKWELL, gemm.DEEPGEMM_SCALE_UE8M0 = present, ue8m0, ue8m0
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before):
+            setattr(gemm, name, value)
+
+
+def quantised_rows(x, group_size, column_major_scales, scale_tma_aligned, scale_ue8m0):
+    """fp8 rows and scales, in the strides that SGLang's kernel gives them."""
+    from reference import quantised
+
+    assert group_size == BLOCK and column_major_scales == scale_tma_aligned == scale_ue8m0
+    rows, words = quantised(x, "ue8m0" if scale_ue8m0 else "fp32")
+    return rows, words.T.contiguous().T if column_major_scales else words
+
+
+class Batch:
+    """Tokens of all ranks, which each rank draws alike, and what comes of them."""
+
+    def __init__(self, ranks, counts, seed, scales=None, among=None):
+        """`scales`: None for bf16 rows, "fp32" or "ue8m0". `among`: how many experts, the first ones, are chosen."""
+        import torch
+        from reference import quantised
+
+        draw = torch.Generator().manual_seed(seed)
+        self.ranks, self.counts, self.scales, self.experts = ranks, counts, scales, EXPERTS_OF_RANK * ranks
+        among = among or self.experts
+        self.x = [torch.randn(count, HIDDEN, generator=draw).bfloat16() for count in counts]
+        # Columns of different size, so that scales differ.
+        sizes = 2.0 ** torch.randint(-6, 6, (HIDDEN // BLOCK,), generator=draw).repeat_interleave(BLOCK)
+        self.x = [x * sizes.bfloat16() for x in self.x]
+        self.ids = [torch.rand(count, among, generator=draw).argsort(1)[:, :TOP_K] for count in counts]
+        for ids in self.ids:
+            ids[torch.rand(ids.shape, generator=draw) < 0.15] = -1
+        self.weights = [0.1 + torch.rand(ids.shape, generator=draw) for ids in self.ids]
+        rows = [quantised(x, scales) if scales else (x, None) for x in self.x]
+        self.rows, self.words = [row for row, _ in rows], [words for _, words in rows]
+        # Experts' functions are lines, of columns that differ.
+        self.slopes = torch.randn(self.experts, HIDDEN, generator=draw)
+        self.shifts = torch.randn(self.experts, HIDDEN, generator=draw)
+
+    def topk(self, rank):
+        """SGLang's output of a router; int32, as its kernels make."""
+        import torch
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        return StandardTopKOutput(self.weights[rank], self.ids[rank].to(torch.int32), None)
+
+    def places(self, wanted):
+        """(source, token) of the tokens of which `wanted(ids)` is true, in order."""
+        return [(s, t) for s in range(self.ranks) for t, ids in enumerate(self.ids[s].tolist()) if wanted(ids)]
+
+    def values(self, rows, words):
+        """What rows are as fp32."""
+        import torch
+
+        if words is None:
+            return rows.float()
+        if words.dtype == torch.int32:
+            exponents = (words[..., None] >> torch.arange(0, 32, 8, dtype=torch.int32)).flatten(-2) & 255
+            words = (exponents[..., : HIDDEN // BLOCK] << 23).view(torch.float32)
+        return rows.float() * words.repeat_interleave(BLOCK, -1)
+
+    def expert(self, number, values):
+        return values * self.slopes[number].to(values.dtype) + self.shifts[number].to(values.dtype)
+
+    def check_normal(self, rank, got, align):
+        """Each element of a normal dispatch."""
+        import torch
+        from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalDispatchOutput
+
+        own = range(rank * EXPERTS_OF_RANK, (rank + 1) * EXPERTS_OF_RANK)
+        places = self.places(lambda ids: any(e in own for e in ids))
+        assert type(got) is DeepEPNormalDispatchOutput
+        check_rows(self, got.hidden_states, got.hidden_states_scale, places)
+        ids = torch.stack([self.ids[s][t] for s, t in places]) if places else torch.zeros((0, TOP_K), dtype=torch.int64)
+        here = (ids >= own[0]) & (ids <= own[-1])
+        assert got.topk_ids.dtype == torch.int64 and torch.equal(got.topk_ids, torch.where(here, ids - own[0], -1))
+        weights = torch.stack([self.weights[s][t] for s, t in places]) if places else torch.zeros((0, TOP_K))
+        assert torch.equal(got.topk_weights[here], weights[here]) and got.topk_weights.shape == weights.shape
+        counts = [-(-int((ids == e).sum()) // align) * align for e in own]
+        assert list(got.num_recv_tokens_per_expert) == counts, (got.num_recv_tokens_per_expert, counts)
+
+    def check_masked(self, rank, got, rows_of_rank):
+        """Each element of a low-latency dispatch."""
+        import torch
+        from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput
+
+        assert type(got) is DeepEPLLDispatchOutput
+        assert got.hidden_states.shape == (EXPERTS_OF_RANK, self.ranks * rows_of_rank, HIDDEN)
+        assert got.masked_m.dtype == torch.int32 and got.masked_m.shape == (EXPERTS_OF_RANK,)
+        assert torch.equal(got.topk_ids, self.ids[rank]) and torch.equal(got.topk_weights, self.weights[rank])
+        assert got.expected_m == (self.counts[rank] * self.ranks * TOP_K + self.experts) // self.experts
+        if self.scales is not None:
+            # DeepGEMM's layout: the row's number first, in strides of 16 bytes.
+            columns = BLOCK if self.scales == "fp32" else WORD
+            assert got.hidden_states_scale.shape == (*got.hidden_states.shape[:2], -(-HIDDEN // columns))
+            _expert, row, column = got.hidden_states_scale.stride()
+            assert row == 1 and column % 4 == 0
+        for local in range(EXPERTS_OF_RANK):
+            places = self.places(lambda ids: rank * EXPERTS_OF_RANK + local in ids)
+            count = int(got.masked_m[local])
+            assert count == len(places)
+            words = None if got.hidden_states_scale is None else got.hidden_states_scale[local, :count]
+            check_rows(self, got.hidden_states[local, :count], words, places)
+
+    def outputs(self, rank, got):
+        """What a runner makes of a dispatch: SGLang's input of combine."""
+        import torch
+        from sglang.srt.layers.moe.token_dispatcher import deepep
+
+        first = rank * EXPERTS_OF_RANK
+        if isinstance(got, deepep.DeepEPLLDispatchOutput):
+            rows = torch.full(got.hidden_states.shape, float("nan"), dtype=torch.bfloat16)
+            for local, count in enumerate(got.masked_m.tolist()):
+                words = None if got.hidden_states_scale is None else got.hidden_states_scale[local, :count]
+                values = self.values(got.hidden_states[local, :count], words)
+                rows[local, :count] = self.expert(first + local, values).bfloat16()
+            return deepep.DeepEPLLCombineInput(rows, got.topk_ids, got.topk_weights)
+        values = self.values(got.hidden_states, got.hidden_states_scale)
+        sums = torch.zeros(values.shape)
+        for local in range(EXPERTS_OF_RANK):
+            weight = torch.where(got.topk_ids == local, got.topk_weights, 0.0).sum(1, keepdim=True)
+            sums += weight * self.expert(first + local, values)
+        return deepep.DeepEPNormalCombineInput(sums.bfloat16(), got.topk_ids, got.topk_weights)
+
+    def check_sums(self, rank, sums):
+        """Each element of what comes back."""
+        import torch
+
+        assert sums.dtype == torch.bfloat16 and sums.shape == (self.counts[rank], HIDDEN)
+        values = self.values(self.rows[rank], self.words[rank]).double()
+        exact, terms = torch.zeros(2, *values.shape, dtype=torch.float64)
+        for choice in range(TOP_K):
+            ids = self.ids[rank][:, choice]
+            weight = torch.where(ids >= 0, self.weights[rank][:, choice], 0.0).double()[:, None]
+            term = weight * self.expert(ids.clamp(min=0), values)
+            # Of the sum of two numbers, too.
+            size = weight * (self.slopes[ids.clamp(min=0)] * values).abs() + weight * self.shifts[ids.clamp(min=0)].abs()
+            exact, terms = exact + term, terms + size
+        # Outputs of experts, or of their sums on a rank, are rounded to bf16, then partial sums, then sums.
+        off = (sums.double() - exact).abs() - 3.1 * 2.0**-8 * terms
+        assert off.numel() == 0 or off.max() <= 0, f"sums are off by {off.max():.3g} more than rounding explains"
+        assert not (self.ids[rank] >= 0).any() or sums.abs().max() > 0.5
+
+
+def check_rows(batch, rows, words, places):
+    """Rows and scales, which have the bits of the tokens' own."""
+    import torch
+    from reference import bits, equal
+
+    wanted = [batch.rows[s][t] for s, t in places]
+    assert rows.shape == (len(places), HIDDEN) and rows.dtype == batch.rows[0].dtype
+    assert not places or equal(rows.contiguous(), torch.stack(wanted))
+    assert (words is None) == (batch.scales is None)
+    if words is not None and places:
+        assert equal(bits(words.contiguous()), bits(torch.stack([batch.words[s][t] for s, t in places])))
+
+
+@contextlib.contextmanager
+def mode(extend):
+    """A step of prefill, or one of decode."""
+    from sglang.srt.layers.dp_attention import set_is_extend_in_batch
+
+    set_is_extend_in_batch(extend)
+    yield
+
+
+def layer(dispatcher, batch, rank, prefill, rows_of_rank):
+    """Dispatch, experts, combine, all of it compared."""
+    with mode(prefill):
+        got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+        check(batch, rank, got, prefill, rows_of_rank)
+        batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+
+
+def check(batch, rank, got, prefill, rows_of_rank=128, align=128):
+    if prefill:
+        batch.check_normal(rank, got, align)
+    else:
+        batch.check_masked(rank, got, rows_of_rank)
+
+
+def two_batches(first, second, batches, rank, prefill, order, rows_of_rank=128):
+    """Two micro-batches through two dispatchers. `order`: of halves, "Ad" for A's dispatch_a, "AD" for its dispatch_b,
+    "Ac" and "AC" for those of combine."""
+    of, got = {"A": (first, batches[0]), "B": (second, batches[1])}, {}
+    with mode(prefill):
+        for step in order.split():
+            (dispatcher, batch), half = of[step[0]], step[1]
+            if half == "d":
+                dispatcher.dispatch_a(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+            elif half == "D":
+                got[step[0]] = dispatcher.dispatch_b()
+                check(batch, rank, got[step[0]], prefill, rows_of_rank)
+            elif half == "c":
+                dispatcher.combine_a(combine_input=batch.outputs(rank, got[step[0]]))
+            else:
+                batch.check_sums(rank, dispatcher.combine_b())
+
+
+# The orders of SGLang's strategies, prefill and decode, and all in flight at once.
+ORDERS = {
+    True: ("Ad Bd AD Ac BD Bc AC BC",),
+    False: ("Ad AD Ac Bd AC BD Ad Bc AD BC Ac AC", "Ad Bd AD Ac BD Bc AC BC"),
+}
+
+
+# --deepep-config, from which SGLang makes `Config(**...)`.
+CONFIG = {
+    "normal_dispatch": {"num_sms": 24, "num_max_nvl_chunked_send_tokens": 8, "num_max_nvl_chunked_recv_tokens": 320,
+                        "num_max_rdma_chunked_send_tokens": 16, "num_max_rdma_chunked_recv_tokens": 128},
+    "normal_combine": {"num_sms": 24, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 256,
+                       "num_max_rdma_chunked_send_tokens": 8, "num_max_rdma_chunked_recv_tokens": 128},
+}
+
+
+@contextlib.contextmanager
+def settings(rows_of_rank=None, config=""):
+    """SGLang's settings by environment and command line, of a buffer that is new."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.runtime_context import get_flags, get_resources
+
+    get_resources().buffers.pop("deepep_ep_state", None)
+    deepep.DeepEPConfig._instance = None
+    rows = envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+    with get_flags().moe.override(deepep_config=config), rows.override(rows_of_rank or rows.get()):
+        yield
+
+
+def low_latency_bytes(rows_of_rank, experts, hidden):
+    """DeepEP's own number of bytes for low latency, which SGLang's reservation of memory computes, too."""
+    scales = hidden // 128 * 4
+    sent, partial = 16 + max(2 * hidden, hidden + scales), scales + 2 * hidden
+    rows = max(rows_of_rank * sent, experts * rows_of_rank * partial)
+    total = 2 * (rows + experts * rows_of_rank * max(sent, partial) + -(-4 * experts // 128) * 128)
+    return total // 128 * 128 + 128
+
+
+def deep_ep_part(ranks):
+    """SGLang's own dispatchers."""
+    import torch.distributed as dist
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from tokenyard.deep_ep import Buffer, Config
+
+    rank = dist.get_rank()
+    for scales in (None, "fp32", "ue8m0"):
+        rows_of_rank, config = (160, json.dumps(CONFIG)) if scales == "fp32" else (128, "")
+        with deep_gemm(scales == "ue8m0"), settings(rows_of_rank, config):
+            both, other = own_dispatcher(ranks), own_dispatcher(ranks)
+            for one in (both, other):
+                one.set_quant_config({"dispatcher_output_dtype": "fp8" if scales else "bf16"})
+            exercise(both, other, ranks, rank, scales, rows_of_rank)
+            buffer = deepep.DeepEPBuffer._state().buffer
+            assert type(buffer) is Buffer and buffer.low_latency_mode and buffer.group_size == ranks
+            assert buffer.num_rdma_bytes == low_latency_bytes(rows_of_rank, EXPERTS_OF_RANK * ranks, HIDDEN)
+            if config:
+                made = deepep.DeepEPConfig.get_instance()
+                assert vars(made.normal_dispatch_config) == CONFIG["normal_dispatch"]
+                assert vars(made.normal_combine_config) == CONFIG["normal_combine"] and made.num_sms == 24
+                hints = [Config(**one).get_nvl_buffer_size_hint(2 * HIDDEN, ranks) for one in CONFIG.values()]
+                assert buffer.num_nvl_bytes == max(hints) > 0
+    with deep_gemm(False), settings():
+        unaligned(own_dispatcher(ranks), ranks, rank)
+    with settings(rows_of_rank=1025), pytest.raises(AssertionError):
+        own_dispatcher(ranks)
+    # In GLM-5.2's shape 12.18 GiB, on any number of ranks.
+    assert low_latency_bytes(1024, 256, 6144) == 13_086_230_656
+    for shape in [(1024, 6144, 256), (128, 7168, 256), (256, 2048, 64), (1, 5120, 96)]:
+        rows_of_rank, hidden, experts = shape
+        hints = {Buffer.get_low_latency_rdma_size_hint(rows_of_rank, hidden, size, experts) for size in (1, 2, 4, 8)}
+        assert hints == {low_latency_bytes(rows_of_rank, experts, hidden)}, shape
+
+
+def own_dispatcher(ranks):
+    """SGLang's dispatcher, as `create_moe_dispatcher` makes it."""
+    import torch
+    import torch.distributed as dist
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
+    from sglang.srt.layers.moe.utils import DeepEPMode
+
+    return DeepEPDispatcher(
+        group=dist.group.WORLD, router_topk=TOP_K, permute_fusion=True, num_experts=EXPERTS_OF_RANK * ranks,
+        num_local_experts=EXPERTS_OF_RANK, hidden_size=HIDDEN, params_dtype=torch.bfloat16,
+        deepep_mode=DeepEPMode.AUTO, async_finish=True, return_recv_hook=True,
+    )
+
+
+def exercise(dispatcher, other, ranks, rank, scales, rows_of_rank):
+    """Steps through one dispatcher, then micro-batches through both."""
+    steps(dispatcher, ranks, rank, scales, rows_of_rank)
+    for prefill, orders in ORDERS.items():
+        for number, order in enumerate(orders):
+            batches = [Batch(ranks, [9 + 3 * r + b for r in range(ranks)], 70 + b + number, scales) for b in (0, 1)]
+            two_batches(dispatcher, other, batches, rank, prefill, order, rows_of_rank)
+
+
+def unaligned(dispatcher, ranks, rank):
+    """Without DeepGEMM, counts are not rounded up. SGLang's combine is for DeepGEMM's experts alone."""
+    batch = Batch(ranks, [9 + 3 * r for r in range(ranks)], 5)
+    with mode(True):
+        with deep_gemm(False, present=False):
+            got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+        check(batch, rank, got, True, align=1)
+        batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+
+
+def steps(dispatcher, ranks, rank, scales, rows_of_rank):
+    """Prefill and decode by turns."""
+    some = [9 + 3 * r for r in range(ranks)]
+    cases = [
+        (True, some, None), (False, some, None),
+        # More than a context for 128 has room for, on some rank.
+        (True, [20 + 140 * r for r in range(ranks)], None),
+        (False, [rows_of_rank] + some[1:], None),
+        # A rank without tokens; a rank whose experts nobody chooses.
+        (True, [0] + some[1:], None), (False, [0] + some[1:], None),
+        (True, some, EXPERTS_OF_RANK * (ranks - 1)), (False, some, EXPERTS_OF_RANK * (ranks - 1)),
+        (True, [0] * ranks, None), (False, [0] * ranks, None),
+    ]
+    for seed, (prefill, counts, among) in enumerate(cases):
+        layer(dispatcher, Batch(ranks, counts, seed, scales, among and max(among, TOP_K)), rank, prefill, rows_of_rank)
+
+
+def guard(folder):
+    """In a process without tokenyard's `deep_ep`."""
+    sys.path.insert(0, folder)
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.layers.moe.utils import DeepEPMode
+
+    assert not deepep.use_deepep
+    try:
+        deepep.DeepEPDispatcher(group=None, router_topk=TOP_K, deepep_mode=DeepEPMode.NORMAL)
+    except ImportError as missing:
+        assert "two copies of a library" in str(missing) and isinstance(missing.__cause__, AssertionError)
+    else:
+        sys.exit("a dispatcher without deep_ep")
+    print("right", flush=True)
+
+
+def run_rank(ranks, rank, port):
+    import torch.distributed as dist
+
+    size = str(ranks)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    deep_ep_part(ranks)
+    dist.barrier()
+    print("right", flush=True)
+    dist.destroy_process_group()
+
+
+def run_ranks(ranks):
+    """Forks the ranks, of which the first that fails ends the others."""
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    processes = [fork.Process(target=run_rank, args=(ranks, rank, port)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + DEADLINE_SECONDS / 2
+    try:
+        running = processes
+        while running and all(process.exitcode in (0, None) for process in processes):
+            if time.monotonic() > end:
+                sys.exit(f"{ranks} ranks take more than {DEADLINE_SECONDS / 2} s")
+            multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
+            running = [process for process in processes if process.exitcode is None]
+    finally:
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+            process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
+
+
+def main(part, *arguments):
+    sys.path.append(str(FOLDER))
+    # transformers looks at what there is before the stand-ins are.
+    import transformers.modeling_utils  # noqa: F401
+
+    sys.meta_path.append(StandIns())
+    if part == "guard":
+        return guard(*arguments)
+    import tokenyard
+
+    tokenyard.install_as("deep_ep")
+    from tokenyard import deep_ep
+
+    deep_ep.Buffer.timeout_seconds = 30.0
+    on_the_cpu()
+    for ranks in arguments:
+        run_ranks(int(ranks))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
