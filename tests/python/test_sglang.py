@@ -1,14 +1,16 @@
-"""SGLang's DeepEP dispatchers over `tokenyard.install_as("deep_ep")`, against a dense reference.
+"""SGLang's DeepEP dispatchers over `tokenyard.install_as("deep_ep")`, and tokenyard's own dispatcher for SGLang,
+against a dense reference.
 
 SGLang's classes are unmodified. What they ask of GPUs on their way, a machine without GPUs lacks; `on_the_cpu` has the
-list of stand-ins. Ranks are processes, on CPU tensors, with gloo groups. SGLang's wheel holds a copy for one version of
-Python and asks for much that its dispatchers never call, so tests/all.sh unpacks it beside few packages into a folder
-of its own, `TOKENYARD_SGLANG` or target/sglang, which these ranks alone have in sys.path. As a program, this file is
-the ranks: `test_sglang.py ranks 2 4`.
+list of stand-ins. Ranks are processes, on CPU tensors, with gloo groups. SGLang has a wheel for each version of Python,
+which asks for 80 packages. So tests/all.sh unpacks its files into a folder, `TOKENYARD_SGLANG_FOLDER` or target/sglang,
+which the ranks alone have in sys.path; `PACKAGES` has the packages that stand-ins take the place of. As a program, this
+file is the ranks: `test_sglang.py ranks 2 4`.
 """
 
 import contextlib
 import datetime
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -27,14 +29,17 @@ import pytest
 from test_torch import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG") or ROOT / "target" / "sglang")
+FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG_FOLDER") or ROOT / "target" / "sglang")
 EXPERTS_OF_RANK, TOP_K, HIDDEN = 3, 4, 640
 # Columns of a scale, and of four scales in a word.
 BLOCK, WORD = 128, 512
 DEADLINE_SECONDS = 150.0
 
+if sys.version_info < (3, 11):
+    pytest.skip("SGLang is for Python 3.11 and later", allow_module_level=True)
 if os.environ.get("TOKENYARD_STRICT") != "1":
-    pytest.importorskip("torch")
+    for package in ("torch", "transformers", "dill", "msgspec", "orjson", "PIL", "psutil", "pydantic"):
+        pytest.importorskip(package, reason=f"could not import {package}: SGLang needs it")
     if not (FOLDER / "sglang" / "srt").is_dir():
         pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
 
@@ -45,33 +50,61 @@ def test_sglang():
     assert ran.returncode == 0 and ran.stdout.count("right") == 2 + 4, ran.stdout + ran.stderr
 
 
-def test_import_guard(tmp_path):
-    """A `deep_ep` that cannot be imported is an error of its use alone, which has the reason."""
+def test_without_deep_ep(tmp_path):
+    """A `deep_ep` that cannot be imported is an error of its use alone, which has the reason. tokenyard's own
+    dispatcher needs none: SGLang's processes load what the wheel declares, which installs it by environment alone."""
     (tmp_path / "deep_ep.py").write_text('raise AssertionError("two copies of a library")\n')
-    ran = run_program("guard", str(tmp_path))
+    ran = run_program("without_deep_ep", str(tmp_path))
     assert ran.returncode == 0 and "right" in ran.stdout, ran.stdout + ran.stderr
 
 
 def run_program(*arguments, **env):
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | env
-    return subprocess.run([sys.executable, "-W", "ignore", __file__, *arguments], env=env, capture_output=True, text=True,
-                          timeout=DEADLINE_SECONDS + 60)
+    return subprocess.run([sys.executable, "-W", "ignore", __file__, *arguments], env=env, capture_output=True,
+                          text=True, timeout=DEADLINE_SECONDS + 60)
 
 
 # The program
 
 
+# Parts of SGLang, and packages, that it imports for other things than dispatchers, runners and layers: servers,
+# clients, images, tokenizers, kernels. A package that is installed is itself.
+PARTS = ("sglang.lang", "sglang.srt.entrypoints")
+PACKAGES = ("IPython", "aiohttp", "compressed_tensors", "einops", "gguf", "loguru", "openai", "partial_json_parser",
+            "pybase64", "requests", "sentencepiece", "starlette", "torchvision", "tvm_ffi", "zmq")
+
+
+class Anything(type):
+    """A class that is whatever is asked of it while modules are imported: a namespace, a base, a type, a decorator."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
+
+    def __call__(cls, *given, **named):
+        return given[0] if len(given) == 1 and callable(given[0]) and not named else super().__call__()
+
+    def __or__(cls, other):
+        return cls
+
+    __ror__ = __getitem__ = __or__
+
+
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules in place of packages that SGLang imports for other things than its dispatchers: each attribute is a class."""
+    """Finds modules whose attributes are `Anything`, in place of those named."""
+
+    def __init__(self, names):
+        self.names = names
 
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in ("torchvision",):
+        if any(name == one or name.startswith(f"{one}.") for one in self.names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: type(name, (), {}) if not name.startswith("__") else None
+        module.__getattr__ = functools.partial(Anything.__getattr__, None)
         return module
 
     def exec_module(self, module):
@@ -241,8 +274,8 @@ class Batch:
             weight = torch.where(ids >= 0, self.weights[rank][:, choice], 0.0).double()[:, None]
             term = weight * self.expert(ids.clamp(min=0), values)
             # Of the sum of two numbers, too.
-            size = weight * (self.slopes[ids.clamp(min=0)] * values).abs() + weight * self.shifts[ids.clamp(min=0)].abs()
-            exact, terms = exact + term, terms + size
+            sizes = (self.slopes[ids.clamp(min=0)] * values).abs() + self.shifts[ids.clamp(min=0)].abs()
+            exact, terms = exact + term, terms + weight * sizes
         # Outputs of experts, or of their sums on a rank, are rounded to bf16, then partial sums, then sums.
         off = (sums.double() - exact).abs() - 3.1 * 2.0**-8 * terms
         assert off.numel() == 0 or off.max() <= 0, f"sums are off by {off.max():.3g} more than rounding explains"
@@ -412,7 +445,7 @@ def unaligned(dispatcher, ranks, rank):
 
 
 def steps(dispatcher, ranks, rank, scales, rows_of_rank):
-    """Prefill and decode by turns."""
+    """Prefill and decode, alternately."""
     some = [9 + 3 * r for r in range(ranks)]
     cases = [
         (True, some, None), (False, some, None),
@@ -428,9 +461,243 @@ def steps(dispatcher, ranks, rank, scales, rows_of_rank):
         layer(dispatcher, Batch(ranks, counts, seed, scales, among and max(among, TOP_K)), rank, prefill, rows_of_rank)
 
 
-def guard(folder):
-    """In a process without tokenyard's `deep_ep`."""
-    sys.path.insert(0, folder)
+class MicroBatch:
+    """One micro-batch's side of a layer's dispatcher, as SGLang's two-batch overlap calls it."""
+
+    def __init__(self, dispatcher, index):
+        self.dispatcher, self.index = dispatcher, index
+
+    def __getattr__(self, name):
+        return functools.partial(getattr(self.dispatcher, name), tbo_subbatch_index=self.index)
+
+
+@contextlib.contextmanager
+def backend(name, rows_of_rank=None):
+    """SGLang with `--moe-a2a-backend name --enable-two-batch-overlap`."""
+    import torch.distributed as dist
+    from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
+    from sglang.srt.runtime_context import get_flags, get_parallel
+
+    group = types.SimpleNamespace(device_group=dist.group.WORLD)
+    flags = {"a2a_backend": MoeA2ABackend(name), "deepep_mode": DeepEPMode.AUTO, "tbo_enabled": True}
+    with settings(rows_of_rank), get_flags().moe.override(**flags), get_parallel().override(tp_group=group):
+        yield
+
+
+def made(ranks, top_k=TOP_K):
+    """A layer's dispatcher, by SGLang's choice."""
+    import torch
+    from sglang.srt.layers.moe import MoeRunnerConfig
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    config = MoeRunnerConfig(num_experts=EXPERTS_OF_RANK * ranks, num_local_experts=EXPERTS_OF_RANK, top_k=top_k,
+                             hidden_size=HIDDEN, params_dtype=torch.bfloat16)
+    return layer.create_moe_dispatcher(config, quant_method=None)
+
+
+def native_part(ranks):
+    """tokenyard's dispatcher."""
+    import torch.distributed as dist
+    from sglang.srt.batch_overlap.two_batch_overlap import MaybeTboDeepEPDispatcher
+    from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+    from sglang.srt.runtime_context import get_resources
+    from tokenyard.integrations import sglang as native
+
+    rank = dist.get_rank()
+    native.install(timeout=30.0)
+    for scales in (None, "fp32", "ue8m0"):
+        rows_of_rank = 160 if scales == "fp32" else 128
+        with deep_gemm(scales == "ue8m0"), backend("deepep", rows_of_rank):
+            dispatcher, next_layer = made(ranks), made(ranks)
+            assert isinstance(dispatcher, MaybeTboDeepEPDispatcher)
+            assert isinstance(dispatcher._inners[0], BaseDispatcher)
+            assert [type(one).__name__ for one in dispatcher._inners] == 2 * ["TokenyardDispatcher"]
+            for one in (dispatcher, next_layer):
+                one.set_quant_config({"dispatcher_output_dtype": "fp8" if scales else "bf16"})
+            exercise(MicroBatch(dispatcher, 0), MicroBatch(dispatcher, 1), ranks, rank, scales, rows_of_rank)
+            before = len(get_resources().buffers["tokenyard"]["exchanges"])
+            for seed, prefill in enumerate((True, False)):
+                layer(next_layer, Batch(ranks, [7] * ranks, seed, scales), rank, prefill, rows_of_rank)
+                through_runner(next_layer, Batch(ranks, [7] * ranks, seed, scales), rank, prefill)
+            assert len(get_resources().buffers["tokenyard"]["exchanges"]) == before
+    with deep_gemm(False), backend("deepep"):
+        unaligned(made(ranks), ranks, rank)
+        own_rules(made(ranks), ranks, rank)
+    choices(native, ranks)
+
+
+def through_runner(dispatcher, batch, rank, prefill):
+    """The steps of SGLang's runner before and after DeepGEMM. Those of prefill are kernels of GPUs."""
+    from sglang.srt.layers.moe.moe_runner import deep_gemm as runner
+    from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput
+
+    if prefill:
+        return
+    with mode(prefill):
+        got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+        state = {}
+        given = PermuteMethodPool.get_pre_permute(got.format.value, "deep_gemm")(got, None, None, state)
+        assert given.use_masked_gemm and given.expected_m == got.expected_m
+        seen = DeepEPLLDispatchOutput(given.hidden_states, given.hidden_states_scale, None, None, given.masked_m, 0)
+        outputs = runner.DeepGemmRunnerOutput(batch.outputs(rank, seen).hidden_states)
+        back = PermuteMethodPool.get_post_permute("deep_gemm", got.format.value)(outputs, None, None, state)
+        batch.check_sums(rank, dispatcher.combine(combine_input=back))
+
+
+def own_rules(dispatcher, ranks, rank):
+    """Hooks, SGLang's record of the distribution, idle ranks, and what is refused."""
+    import torch
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPBuffer, DeepEPDispatchMode
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.runtime_context import get_resources
+
+    # SGLang's graphs go from prefill to decode.
+    DeepEPBuffer._state().dispatch_mode = DeepEPDispatchMode.NORMAL
+    DeepEPBuffer.set_dispatch_mode_as_low_latency()
+    dispatcher.set_quant_config({"dispatcher_output_dtype": "bf16"})
+    batch = Batch(ranks, [0] + [9 + r for r in range(1, ranks)], 3)
+    calls, record = [], types.SimpleNamespace(
+        recording=True, on_deepep_dispatch_normal=lambda counts, **of: calls.append((counts, of)),
+        on_deepep_dispatch_low_latency=lambda counts: calls.append(counts),
+    )
+    handles = dispatcher.register_deepep_dispatch_hook(lambda inner: calls.append(inner))
+    resources, before = get_resources(), get_resources().expert_distribution_recorder
+    resources.expert_distribution_recorder = record
+    # A rank without tokens has fewer columns where shared experts are among the choices.
+    topk = batch.topk(rank)
+    if rank == 0:
+        topk = StandardTopKOutput(topk.topk_weights[:, 1:], topk.topk_ids[:, 1:], None)
+    for prefill in (True, False):
+        with mode(prefill):
+            got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=topk)
+            check(batch, rank, got, prefill)
+            batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+    resources.expert_distribution_recorder = before
+    for handle in handles:
+        handle.remove()
+    assert len(calls) == 4 and calls[0] is calls[2] is dispatcher._inners[0] and calls[3] is got.masked_m
+    counts, of = calls[1]
+    ids = batch.ids[rank]
+    assert of["num_tokens_per_expert"].tolist() == [int((ids == e).sum()) for e in range(batch.experts)]
+    owners = ids.where(ids >= 0, -EXPERTS_OF_RANK) // EXPERTS_OF_RANK
+    assert of["num_tokens_per_rank"].tolist() == [int((owners == r).any(1).sum()) for r in range(ranks)]
+    assert of["num_tokens_per_rdma_rank"] is None and len(counts) == EXPERTS_OF_RANK
+
+    for refused in ({"dispatcher_output_dtype": "nvfp4"}, {"input_global_scale": torch.ones(())}):
+        with pytest.raises(NotImplementedError, match="output_dtype is nvfp4: expected bf16 or fp8, got nvfp4"):
+            dispatcher.set_quant_config(refused)
+    dispatcher.set_quant_config({"dispatcher_output_dtype": "bf16"})
+    with mode(False):
+        with pytest.raises(RuntimeError, match="dispatch_b is out of order"):
+            dispatcher.dispatch_b()
+        with pytest.raises(RuntimeError, match="combine_b is out of order"):
+            dispatcher.combine_b()
+        with pytest.raises(ValueError, match="hidden_states has 129 tokens: expected at most the 128 of SGLANG_DEEPEP"):
+            many = Batch(ranks, [129] * ranks, 4)
+            dispatcher.dispatch(hidden_states=many.x[rank], topk_output=many.topk(rank))
+        with pytest.raises(ValueError, match=f"expected \\[tokens, {HIDDEN}\\], got \\[9, 8\\]"):
+            dispatcher.dispatch_a(hidden_states=torch.zeros(9, 8), topk_output=batch.topk(rank))
+        got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=topk)
+        dispatcher.set_overlap_args(types.SimpleNamespace(overlap=True, signal=None), {})
+        with pytest.raises(NotImplementedError, match="combine overlaps the down GEMM"):
+            dispatcher.combine(combine_input=batch.outputs(rank, got))
+        dispatcher.clear_overlap_args()
+        beside_shared_experts(dispatcher, batch, rank)
+    # A dispatch that was never combined is no trouble.
+    layer(dispatcher, batch, rank, True, 128)
+
+
+def beside_shared_experts(dispatcher, batch, rank):
+    """SGLang's single-batch overlap: combine is sent on its stream, after its event, and received on the current."""
+    import torch
+
+    calls, current = [], types.SimpleNamespace(wait_stream=lambda other: calls.append(("received after", other)))
+
+    @contextlib.contextmanager
+    def on(stream):
+        calls.append("sent on")
+        yield
+        calls.append("sent")
+
+    side = types.SimpleNamespace(wait_event=lambda event: calls.append(event))
+    before = torch.cuda.stream, torch.cuda.current_stream
+    torch.cuda.stream, torch.cuda.current_stream = on, lambda: current
+    got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+    args = types.SimpleNamespace(overlap=False, signal=None, stream=side, wait_event="down GEMM")
+    dispatcher.set_overlap_args(args, {"compute_num_sms": 1})
+    batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+    torch.cuda.stream, torch.cuda.current_stream = before
+    dispatcher.clear_overlap_args()
+    assert calls == ["down GEMM", "sent on", "sent", ("received after", side)]
+
+
+def choices(native, ranks):
+    """Which backends get which dispatcher, and versions that do not fit."""
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    with backend("customized"), pytest.raises(NotImplementedError, match="Unsupported a2a backend"):
+        made(ranks)
+    native.install("customized")
+    with backend("customized"):
+        assert type(made(ranks)).__name__ == "TokenyardDispatchers"
+    with backend("deepep"):
+        assert type(made(ranks)._inners[0]) is deepep.DeepEPDispatcher
+    assert not hasattr(layer.create_moe_dispatcher.before_tokenyard, "before_tokenyard")
+    with pytest.raises(ValueError, match="backend is 'none at all': expected one of"):
+        native.install("none at all")
+    with pytest.raises(ValueError, match="timeout is 0"):
+        native.install(timeout=0)
+    with backend("customized"), pytest.raises(ValueError, match=f"is 7: expected a multiple of the {ranks} ranks"):
+        config = types.SimpleNamespace(hidden_size=HIDDEN, num_experts=7, top_k=2, runner_backend=None)
+        layer.create_moe_dispatcher(config, None)
+    other = {"DeepEPPDispatchHooks": None, "DeepEPLLDispatchOutput": deepep.DeepEPNormalDispatchOutput}
+    for name, stand_in in other.items():
+        kept = getattr(deepep, name)
+        delattr(deepep, name) if stand_in is None else setattr(deepep, name, stand_in)
+        native._engine.cache_clear()
+        with pytest.raises(ImportError, match="sglang has .*expected a version as 0.5.23, got "):
+            native.install()
+        setattr(deepep, name, kept)
+
+
+def plugin(folder):
+    """As SGLang's processes find it, by the entry points of packages that are installed."""
+    import tomllib
+
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    info = pathlib.Path(folder) / "of_tokenyard-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-tokenyard\nVersion: 0\n")
+    entries = "".join(f"{name} = {value}\n" for name, value in wanted.items())
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entries}")
+    from sglang.srt import plugins
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    for asked, installed in ((None, False), ("native", True)):
+        plugins._plugins_loaded = False
+        os.environ.pop("TOKENYARD_SGLANG", None)
+        os.environ.update({"TOKENYARD_SGLANG": asked} if asked else {})
+        plugins.load_plugins()
+        assert hasattr(layer.create_moe_dispatcher, "before_tokenyard") == installed, asked
+    # SGLang logs exceptions of plugins and goes on.
+    plugins._plugins_loaded = False
+    os.environ["TOKENYARD_SGLANG"] = "deep_ep"
+    with pytest.raises(SystemExit, match="TOKENYARD_SGLANG is 'deep_ep': expected 'native' or nothing, got 'deep_ep'"):
+        plugins.load_plugins()
+    plugins._plugins_loaded = False
+    os.environ["TOKENYARD_SGLANG"] = "native"
+    from tokenyard.integrations import sglang as native
+
+    native._engine.cache_clear()
+    del layer.MaybeTboDeepEPDispatcher
+    with pytest.raises(SystemExit, match="TOKENYARD_SGLANG is set: sglang has no .*layer.MaybeTboDeepEPDispatcher"):
+        plugins.load_plugins()
+
+
+def guard():
+    """What SGLang's own dispatchers say without `deep_ep`."""
     from sglang.srt.layers.moe.token_dispatcher import deepep
     from sglang.srt.layers.moe.utils import DeepEPMode
 
@@ -441,7 +708,6 @@ def guard(folder):
         assert "two copies of a library" in str(missing) and isinstance(missing.__cause__, AssertionError)
     else:
         sys.exit("a dispatcher without deep_ep")
-    print("right", flush=True)
 
 
 def run_rank(ranks, rank, port):
@@ -451,6 +717,7 @@ def run_rank(ranks, rank, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     deep_ep_part(ranks)
+    native_part(ranks)
     dist.barrier()
     print("right", flush=True)
     dist.destroy_process_group()
@@ -484,9 +751,14 @@ def main(part, *arguments):
     # transformers looks at what there is before the stand-ins are.
     import transformers.modeling_utils  # noqa: F401
 
-    sys.meta_path.append(StandIns())
-    if part == "guard":
-        return guard(*arguments)
+    sys.meta_path.insert(0, StandIns(PARTS))
+    sys.meta_path.append(StandIns(PACKAGES))
+    if part == "without_deep_ep":
+        sys.path.insert(0, *arguments)
+        guard()
+        plugin(*arguments)
+        print("right", flush=True)
+        return
     import tokenyard
 
     tokenyard.install_as("deep_ep")
