@@ -401,6 +401,34 @@ def test_two_low_latency_calls_of_a_kind_are_in_flight(order):
     in_world(work, low_latency_mode=True)
 
 
+def test_a_hook_waits_for_what_received_before_it(monkeypatch):
+    from tokenyard.deep_ep import _buffer
+
+    done = []
+
+    class Event:
+        def current_stream_wait(self):
+            done.append("waited")
+
+    def fails():
+        raise tokenyard.OrderError("as a receive fails")
+
+    monkeypatch.setattr(_buffer, "EventHandle", Event)
+    early, late, failing = (_buffer._Hook(work) for work in (*2 * (lambda: done.append("received"),), fails))
+    early.before_next()
+    early.before_next()
+    assert done == ["received"]
+    early()
+    assert done == ["received", "waited"]
+    late()
+    late.before_next()
+    assert done == ["received", "waited", "received"]
+    # Whoever sends the next call is not the one to learn of this.
+    failing.before_next()
+    with pytest.raises(tokenyard.OrderError, match="as a receive fails"):
+        failing()
+
+
 def test_low_latency_and_normal_calls_alternate_and_two_handles_live():
     first, second = Tokens(seed=6), Tokens(seed=7, counts=(16, 3, 2))
 

@@ -564,7 +564,7 @@ def own_rules(dispatcher, ranks, rank):
     handles = dispatcher.register_deepep_dispatch_hook(lambda inner: calls.append(inner))
     resources, before = get_resources(), get_resources().expert_distribution_recorder
     resources.expert_distribution_recorder = record
-    # A rank without tokens has fewer columns where shared experts are among the choices.
+    # A rank without tokens may have fewer columns where shared experts are among the choices.
     topk = batch.topk(rank)
     if rank == 0:
         topk = StandardTopKOutput(topk.topk_weights[:, 1:], topk.topk_ids[:, 1:], None)

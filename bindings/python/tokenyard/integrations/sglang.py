@@ -204,7 +204,8 @@ class _Dispatcher:
             raise ValueError(
                 f"num_experts is {self._experts}: expected a multiple of the {self._ranks} ranks, got {self._experts}"
             )
-        # Of a rank without tokens SGLang has fewer columns where shared experts are among the choices.
+        # Where shared experts are among the choices, SGLang gives a rank without tokens fewer columns than the others,
+        # unless the backend is of DeepEP's class.
         self._top_k = int(config.top_k or 0)
         self._mode = engine.get_deepep_mode()
         self._room = int(engine.envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get())
