@@ -634,6 +634,7 @@ def beside_shared_experts(dispatcher, batch, rank):
 
 def choices(native, ranks):
     """Which backends get which dispatcher, and versions that do not fit."""
+    from sglang.srt.layers.moe import MoeRunnerConfig
     from sglang.srt.layers.moe.token_dispatcher import deepep
     from sglang.srt.layers.moe.fused_moe_triton import layer
 
@@ -660,6 +661,11 @@ def choices(native, ranks):
         with pytest.raises(ImportError, match="sglang has .*expected a version as 0.5.23, got "):
             native.install()
         setattr(deepep, name, kept)
+    fields = MoeRunnerConfig.__dataclass_fields__
+    kept = fields.pop("top_k")
+    with pytest.raises(ImportError, match="sglang has no MoeRunnerConfig.top_k: expected a version as"):
+        native.install()
+    fields["top_k"] = kept
 
 
 def plugin(folder):

@@ -37,7 +37,7 @@ from ..deep_ep._contexts import LowLatency, Normal, Wanted
 
 __all__ = ["TESTED_VERSIONS", "install", "plugin"]
 
-TESTED_VERSIONS = ("0.5.23",)
+TESTED_VERSIONS = ("0.5.22", "0.5.23")
 """Versions of SGLang with which tests/python/test_sglang.py ran."""
 
 # Tokens of a rank in a round of prefill, as in `tokenyard.deep_ep`.
@@ -46,6 +46,7 @@ _ROUND_TOKENS = 16384
 _MOE = "sglang.srt.layers.moe"
 _NEEDED = {
     f"{_MOE}.fused_moe_triton.layer": ("create_moe_dispatcher", "MaybeTboDeepEPDispatcher"),
+    f"{_MOE}.moe_runner.base": ("MoeRunnerConfig",),
     f"{_MOE}.token_dispatcher.base": ("BaseDispatcher",),
     f"{_MOE}.token_dispatcher.deepep": (
         "DeepEPBuffer", "DeepEPLLDispatchOutput", "DeepEPNormalDispatchOutput", "DeepEPPDispatchHooks",
@@ -81,9 +82,9 @@ def install(backend: str = "deepep", *, timeout: float = 100.0) -> None:
     original = getattr(layer.create_moe_dispatcher, "before_tokenyard", layer.create_moe_dispatcher)
 
     @functools.wraps(original)
-    def create_moe_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
+    def create_moe_dispatcher(moe_runner_config: Any, *others: Any, **by_name: Any) -> Any:
         if engine.get_moe_a2a_backend().value != backend:
-            return original(moe_runner_config, quant_method)
+            return original(moe_runner_config, *others, **by_name)
         return engine.dispatchers(moe_runner_config, timeout)
 
     setattr(create_moe_dispatcher, "before_tokenyard", original)
@@ -126,6 +127,9 @@ def _engine() -> Any:
     for kind, fields in outputs.items():
         if getattr(kind, "_fields", None) != fields:
             raise _other_version(f"a {kind.__name__} of other fields than {', '.join(fields)}", version)
+    for name in ("hidden_size", "num_experts", "top_k"):
+        if name not in getattr(engine.MoeRunnerConfig, "__dataclass_fields__", ()):
+            raise _other_version(f"no MoeRunnerConfig.{name}", version)
     inner = type("TokenyardDispatcher", (_Dispatcher, engine.BaseDispatcher), {})
     both = type("TokenyardDispatchers", (_Dispatchers, engine.MaybeTboDeepEPDispatcher), {})
     engine.dispatchers = lambda config, timeout: both(engine, inner, config, timeout)
@@ -197,7 +201,8 @@ class _Dispatcher:
         super().__init__()
         self._engine, self._timeout, self._index = engine, timeout, index
         self._hidden, self._experts = int(config.hidden_size), int(config.num_experts)
-        self.runner_backend = config.runner_backend
+        # 0.5.22 has none here, and asks for the server's.
+        self.runner_backend = getattr(config, "runner_backend", None)
         self._group = engine.get_parallel().tp_group.device_group
         self._ranks = torch.distributed.get_world_size(self._group)
         if self._experts % self._ranks != 0:
