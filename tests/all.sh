@@ -224,6 +224,28 @@ from_pypi() {
   "$environment/bin/pip" install -q --disable-pip-version-check "${@:2}"
 }
 
+# The files in Python of an engine's wheel, without what it depends on, into target/engines/NAME. Wheels for several
+# versions of Python have the same ones.
+engine() {
+  local name=$1 version=$2 platform=$3 folder=target/engines/$1
+  [ "$(cat "$folder/version" 2>/dev/null)" != "$version" ] || return 0
+  .venv-python/bin/pip download -q --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+    --platform "$platform" -d "$folder-wheel" "$name==$version" || return
+  rm -rf "$folder"
+  .venv-python/bin/python - "$folder" "$folder-wheel/$name-$version"-*.whl <<'END' || return
+import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[2])
+wheel.extractall(sys.argv[1], [name for name in wheel.namelist() if name.endswith((".py", ".json"))])
+END
+  rm -rf "$folder-wheel"
+  echo "$version" >"$folder/version"
+}
+
+# SGLang, which is for Python 3.11 and later, and the small packages that its import needs.
+sglang() {
+  from_pypi .venv-python dill msgspec orjson pillow psutil pydantic && engine sglang 0.5.23 manylinux_2_34_x86_64
+}
+
 # What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is
 # supported; and engines whose layers run over the package. torch brings its own CUDA.
 packages() {
@@ -231,6 +253,11 @@ packages() {
   want "torch from PyPI" from_pypi .venv-python torch
   want "transformers from PyPI" from_pypi .venv-python transformers accelerate
   want "megatron-core from PyPI" from_pypi .venv-python 'megatron-core>=0.16.1,<0.20'
+  if .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    want "SGLang from PyPI" sglang
+  else
+    lacking+=("SGLang, which is for Python 3.11 and later")
+  fi
   want "torch 2.6 from PyPI" from_pypi .venv-python-oldest 'torch==2.6.*' numpy pytest
 }
 

@@ -370,6 +370,65 @@ def test_low_latency_calls(fp8, how, hooks):
     in_world(work, low_latency_mode=True)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_low_latency_calls_of_a_kind_are_in_flight(order):
+    batches = [Tokens(seed=10), Tokens(seed=11, counts=(16, 3, 2))]
+
+    def work(buffer):
+        r = buffer.rank
+        sent = [buffer.low_latency_dispatch(tokens.x[r].bfloat16(), tokens.ids[r], 16, EXPERTS, use_fp8=False,
+                                            return_recv_hook=True) for tokens in batches]
+        for one in order:
+            sent[one][-1]()
+        sums = []
+        for tokens, (rows, counts, handle, _, _) in zip(batches, sent):
+            settle(DEVICE)
+            back = torch.full_like(rows, float("nan"))
+            for e in range(LOCAL):
+                wanted = tokens.of_expert(r * LOCAL + e)
+                assert int(counts[e]) == len(wanted)
+                for place, (s, t) in enumerate(wanted):
+                    same(rows[e, place], tokens.x[s][t].bfloat16())
+                    back[e, place] = r * LOCAL + e + 1
+            sums.append(buffer.low_latency_combine(back, tokens.ids[r], tokens.weights[r], handle, return_recv_hook=True))
+        for one in order:
+            sums[one][-1]()
+        settle(DEVICE)
+        for tokens, (y, _, _) in zip(batches, sums):
+            wanted = (torch.where(tokens.ids[r] >= 0, tokens.weights[r], 0.0) * (tokens.ids[r] + 1)).sum(1, keepdim=True)
+            assert ((y.float() - wanted).abs() <= 2.0**-7 * wanted).all()
+
+    in_world(work, low_latency_mode=True)
+
+
+def test_a_hook_waits_for_what_received_before_it(monkeypatch):
+    from tokenyard.deep_ep import _buffer
+
+    done = []
+
+    class Event:
+        def current_stream_wait(self):
+            done.append("waited")
+
+    def fails():
+        raise tokenyard.OrderError("as a receive fails")
+
+    monkeypatch.setattr(_buffer, "EventHandle", Event)
+    early, late, failing = (_buffer._Hook(work) for work in (*2 * (lambda: done.append("received"),), fails))
+    early.before_next()
+    early.before_next()
+    assert done == ["received"]
+    early()
+    assert done == ["received", "waited"]
+    late()
+    late.before_next()
+    assert done == ["received", "waited", "received"]
+    # Whoever sends the next call is not the one to learn of this.
+    failing.before_next()
+    with pytest.raises(tokenyard.OrderError, match="as a receive fails"):
+        failing()
+
+
 def test_low_latency_and_normal_calls_alternate_and_two_handles_live():
     first, second = Tokens(seed=6), Tokens(seed=7, counts=(16, 3, 2))
 
@@ -466,7 +525,7 @@ def test_what_is_refused():
         with pytest.raises(RuntimeError, match="handle is of a dispatch that was not received: call its hook first"):
             buffer.low_latency_combine(back, ids, w, handle)
         hook()
-        with pytest.raises(ValueError, match="sent was received already"):
+        with pytest.raises(ValueError, match="this hook was called already"):
             hook()
         for argument in ("use_logfmt", "overlap"):
             with pytest.raises(NotImplementedError, match=argument):

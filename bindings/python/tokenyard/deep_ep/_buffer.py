@@ -94,11 +94,14 @@ class Buffer:
         self._normal = Normal(self._world, self.timeout_seconds, self.round_tokens)
         self._low_latency = LowLatency(self._world, self.timeout_seconds, enable_shrink)
         self._streams: Dict[torch.device, torch.cuda.Stream] = {}
+        self._dispatched: Optional[_Hook] = None
+        self._combined: Optional[_Hook] = None
 
     def destroy(self) -> None:
         """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on."""
         self._normal.close()
         self._low_latency.clean()
+        self._dispatched = self._combined = None
         self._world = None
 
     @staticmethod
@@ -301,6 +304,8 @@ class Buffer:
         )
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        if self._dispatched is not None:
+            self._dispatched.before_next()
         handle = LowLatencyHandle((call.source, call.ranges, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts))
         if return_recv_hook:
             sent = ep.dispatch_send(x, topk_idx, format=call.format)
@@ -309,7 +314,8 @@ class Buffer:
                 call.received(ep.dispatch_recv(sent, output), handle)
 
             # Combine needs the handle, which the hook completes.
-            return call.rows(), call.counts, handle, EventOverlap(), receive
+            self._dispatched = _Hook(receive)
+            return call.rows(), call.counts, handle, EventOverlap(), self._dispatched
 
         def work() -> None:
             try:
@@ -359,9 +365,12 @@ class Buffer:
             out = torch.empty((kept.tokens, kept.format.hidden), dtype=x.dtype, device=x.device)
         ep, result, weights = kept.ep, out, _weights(kept, topk_weights)
         times = combine_wait_recv_cost_stats
+        if self._combined is not None:
+            self._combined.before_next()
         if return_recv_hook:
             sent = ep.combine_send(x, kept.handle, topk_weights=weights, dtype=name_of(x))
-            return out, EventOverlap(), lambda: ep.combine_recv(sent, result, wait_times=times)
+            self._combined = _Hook(lambda: ep.combine_recv(sent, result, wait_times=times))
+            return out, EventOverlap(), self._combined
 
         def work() -> None:
             ep.combine(x, kept.handle, result, topk_weights=weights, dtype=name_of(x), wait_times=times)
@@ -456,6 +465,41 @@ class Buffer:
             for tensor in inputs:
                 tensor.record_stream(comm)
         return made, EventOverlap(EventHandle(comm), tuple(inputs))
+
+
+class _Hook:
+    """The receiving half of a low-latency call. DeepEP's callers may send the next call of the same kind before they
+    call the hook. A context receives one call before it sends the next, so `before_next` receives, and the hook then
+    waits for that."""
+
+    def __init__(self, receive: Callable[[], None]) -> None:
+        self._receive: Optional[Callable[[], None]] = receive
+        self._event: Optional[EventHandle] = None
+        self._failure: Optional[Error] = None
+        self._called = False
+
+    def __call__(self) -> None:
+        if self._called:
+            raise ValueError("this hook was called already: call the hook of each call once")
+        self._called = True
+        if self._receive is not None:
+            receive, self._receive = self._receive, None
+            receive()
+        if self._event is not None:
+            self._event.current_stream_wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def before_next(self) -> None:
+        """Receives, unless the hook has. What this raises is for the caller of the hook."""
+        if self._receive is None:
+            return
+        receive, self._receive = self._receive, None
+        try:
+            receive()
+        except Error as failure:
+            self._failure = failure
+        self._event = EventHandle()
 
 
 class _Normal:
