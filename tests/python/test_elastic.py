@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import in_threads, poisoned, settle
+from rig import in_threads, settle
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch
@@ -160,6 +160,7 @@ class Case:
             assert not found[len(wanted) :].any()
             return
         places = self.received(rank)
+        assert found.shape[1] == self.top_k
         for n, (s, t) in enumerate(places):
             own = [k for k in range(self.top_k) if self.ids[s][t, k] >= 0 and self.owner(int(self.ids[s][t, k])) == rank]
             assert found[n].cpu()[own].tolist() == of[s][t][own].tolist(), (rank, n, s, t)
@@ -297,3 +298,379 @@ def test_every_format_there_and_back(kind, expand, sync):
     case = Case(ranks=3)
     given = [case.rows(kind), case.rows(kind)]
     in_world(lambda buffer: there_and_back(buffer, case, given, expand, sync, 4, column_major=sync is not expand), ranks=3)
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+@pytest.mark.parametrize("alignment", [1, 16, 128])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_alignments_and_experts_named_twice(ranks, alignment, duplicates):
+    case = Case(ranks=ranks, seed=ranks + alignment, duplicates=duplicates)
+    given = [case.rows("bf16"), case.rows("fp8 by 128")]
+    cases = [(expand, sync) for expand in (False, True) for sync in (False, True)]
+
+    def work(buffer):
+        for n, (expand, sync) in enumerate(cases):
+            there_and_back(buffer, case, given, expand, sync, alignment, first_has=n != 1)
+
+    in_world(work, ranks=ranks)
+
+
+def test_dispatches_without_weights_and_of_fewer_choices():
+    """The buffer has room for more choices than calls have; rows then have as many as the call's."""
+    case = Case(ranks=2, top_k=2, seed=4)
+    given = [case.rows("bf16"), case.rows("bf16")]
+
+    def work(buffer):
+        for expand in (False, True):
+            for sync in (False, True):
+                there_and_back(buffer, case, given, expand, sync, 1, first_has=False)
+                there_and_back(buffer, case, given, expand, sync, 1, first_has=True)
+
+    in_world(work)
+
+
+def dispatched(buffer, case, x, **how):
+    r = buffer.rank_idx
+    return buffer.dispatch(x, here(case.ids[r]), here(case.weights[r]), num_experts=case.experts, **shared(**how))
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("round_tokens", [16384, 200])
+def test_a_rank_may_have_more_tokens_than_ever_before(round_tokens, expand, monkeypatch):
+    monkeypatch.setattr(ElasticBuffer, "round_tokens", round_tokens)
+    cases = [Case(counts=counts, seed=n) for n, counts in enumerate([(3, 2), (3, 700), (130, 0), (0, 900)])]
+    rows = [case.rows("fp8 by 32") for case in cases]
+
+    def work(buffer):
+        r = buffer.rank_idx
+        for case, given in zip(cases, rows):
+            x, experts, weights, handle, _ = dispatched(buffer, case, pair(given[r]), do_expand=expand, expert_alignment=4)
+            most = handle.num_max_tokens_per_rank
+            assert most >= max(case.counts)
+            case.check_rows(r, x, given, expand, 4, False)
+            case.check_weights(r, weights, case.weights, expand, 4)
+            case.check_handle(r, handle, expand, 4, True, most=most)
+            found = handle.recv_src_metadata
+            assert found[:, 0].tolist() == [s * most + t for s, t in case.received(r)]
+            out, _, _ = buffer.combine(case.returned(r, len(x[0]), handle), handle)
+            same(out, case.sums(r).bfloat16())
+
+    in_world(work, num_bytes=1 << 21, num_max_tokens_per_rank=0)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_most_tokens_by_the_call(expand):
+    """Decode in vLLM: capacities are powers of two, and the same buffer has prefills of many more tokens."""
+    small, large = Case(counts=(2, 3), seed=5), Case(counts=(16, 9), seed=6)
+    rows, prefill = small.rows("bf16"), large.rows("bf16")
+
+    def work(buffer):
+        r = buffer.rank_idx
+        kept = []
+        for case, given, most in ((small, rows, 4), (large, prefill, 16), (small, rows, 4), (large, prefill, 200)):
+            x, _, _, handle, _ = dispatched(
+                buffer, case, pair(given[r]), num_max_tokens_per_rank=most, do_cpu_sync=False, do_expand=expand, expert_alignment=8
+            )
+            assert len(x) == (aligned(2 * most * LOCAL + 7 * LOCAL, 8) if expand else 2 * most)
+            case.check_rows(r, x, given, expand, 8, False)
+            case.check_handle(r, handle, expand, 8, False, most=most)
+            out, _, _ = buffer.combine(case.returned(r, len(x), handle), handle)
+            same(out, case.sums(r).bfloat16())
+            kept.append((case, handle, len(x)))
+        # The buffer's own most is 16: decode, prefill and decode have one context, whose handles outlive it.
+        contexts = [id(handle._place.kept.ep) for _, handle, _ in kept]
+        assert len({*contexts[:3]}) == 1 and contexts[3] != contexts[0]
+        for case, handle, length in kept:
+            out, _, _ = buffer.combine(case.returned(r, length, handle), handle)
+            same(out, case.sums(r).bfloat16())
+
+    in_world(work)
+
+
+def test_sums_are_fp32_in_the_order_of_ranks():
+    """Partial rows that rounding would change: one rounding, at the end, whatever biases come first."""
+    ranks = 4
+    case = Case(ranks=ranks, counts=(6, 6, 6, 6), seed=7)
+    draw = torch.Generator().manual_seed(5)
+    of_rank = torch.randn((ranks, ranks, 6, HIDDEN), generator=draw).bfloat16()
+    bias = torch.randn((ranks, 6, HIDDEN), generator=draw).bfloat16()
+    given = case.rows("bf16")
+
+    def work(buffer):
+        r = buffer.rank_idx
+        x, _, _, handle, _ = dispatched(buffer, case, pair(given[r]))
+        places = case.received(r)
+        back = torch.stack([of_rank[r, s, t] for s, t in places])
+        for biased in (False, True):
+            out, _, _ = buffer.combine(here(back), handle, bias=here(bias[r]) if biased else None)
+            for t in range(6):
+                total = bias[r, t].float() if biased else torch.zeros(HIDDEN)
+                parts = torch.zeros(HIDDEN)
+                for owner in range(ranks):
+                    if (r, t) in case.received(owner):
+                        parts = parts + of_rank[owner, r, t].float()
+                wanted = (total + parts).bfloat16()
+                same(out[t], wanted)
+
+    in_world(work, ranks=ranks)
+
+
+def test_events_and_handles():
+    """Events in and out, dispatches that are never combined, combines out of order and twice, and a buffer that goes first."""
+    cases = [Case(seed=seed) for seed in (8, 9)]
+    rows = [case.rows("bf16") for case in cases]
+
+    def work(buffer):
+        r, kept = buffer.rank_idx, []
+        for _ in range(2):
+            for case, given in zip(cases, rows):
+                for expand in (False, True):
+                    for sync in (False, True):
+                        x, _, _, handle, event = dispatched(
+                            buffer, case, pair(given[r]), do_expand=expand, do_cpu_sync=sync, previous_event=buffer.capture(),
+                            previous_event_before_epilogue=buffer.capture(), async_with_compute_stream=True,
+                            allocate_on_comm_stream=True,
+                        )
+                        with event(release_handle=True):
+                            pass
+                        assert event.event is None
+                        case.check_rows(r, x, given, expand, 1, False)
+                        kept.append((case, handle, len(x)))
+        for case, handle, length in [*kept[::-2], *kept[1::3]]:
+            for biases in (None, here(case.bias[r][0].bfloat16())):
+                out, weights, event = buffer.combine(
+                    case.returned(r, length, handle), handle, case.weights_of_rows(r, length, handle) if biases is None else None,
+                    biases, previous_event=deep_ep.EventOverlap(buffer.capture()),
+                    previous_event_before_epilogue=buffer.capture(), async_with_compute_stream=True,
+                )
+                event.current_stream_wait()
+                same(out, (case.sums(r) + (0 if biases is None else case.bias[r][0])).bfloat16())
+                assert (weights is not None) == (biases is None)
+            again, *_ = buffer.dispatch(
+                pair(case.rows_again[r]), handle=handle, do_expand=handle.do_expand, previous_event_before_epilogue=buffer.capture()
+            )
+            case.check_rows(r, again, case.rows_again, handle.do_expand, 1, False)
+        buffer.barrier(with_cpu_sync=True)
+        # Of a dispatch whose counts the host had.
+        handle = kept[1][1]
+        buffer.destroy()
+        del kept
+        gc.collect()
+        # What it is made of outlives the buffer.
+        same(handle.recv_src_metadata, cases[0].metadata(r, 1, handle.do_expand))
+        for call in (lambda: buffer.combine(here(torch.zeros(1, HIDDEN)), handle), lambda: buffer.barrier(),
+                     lambda: buffer.dispatch(here(torch.zeros(1, HIDDEN)), handle=handle)):
+            with pytest.raises(RuntimeError, match="this ElasticBuffer was destroyed: make a new one"):
+                call()
+
+    for case in cases:
+        case.rows_again = case.rows("fp16")
+    in_world(work)
+
+
+def test_the_handle_has_a_copy_of_choices():
+    case = Case(seed=10)
+    given = case.rows("bf16")
+
+    def work(buffer):
+        r = buffer.rank_idx
+        for copies in (True, False):
+            ids = here(case.ids[r]).clone()
+            _, _, _, handle, _ = buffer.dispatch(pair(given[r]), ids, num_experts=case.experts, do_handle_copy=copies, **shared())
+            assert (handle.topk_idx is ids) is not copies
+            ids.fill_(-1)
+            same(handle.topk_idx, case.ids[r] if copies else ids)
+            handle.recv_src_metadata = handle.recv_src_metadata[:1]
+            assert len(handle.recv_src_metadata) == 1
+
+    in_world(work)
+
+
+def test_int32_choices_and_ranks_without_tokens():
+    case = Case(ranks=3, counts=(0, 0, 4), seed=11)
+    given = case.rows("bf16")
+
+    def work(buffer):
+        r = buffer.rank_idx
+        for expand in (False, True):
+            for sync in (False, True):
+                x, _, weights, handle, _ = buffer.dispatch(
+                    pair(given[r]), here(case.ids[r].int()), here(case.weights[r]), num_experts=case.experts,
+                    do_expand=expand, do_cpu_sync=sync, **shared(),
+                )
+                assert handle.topk_idx.dtype == torch.int32
+                handle.topk_idx = handle.topk_idx.long()
+                case.check_handle(r, handle, expand, 1, sync)
+                case.check_rows(r, x, given, expand, 1, False)
+                out, _, _ = buffer.combine(case.returned(r, len(x), handle), handle)
+                same(out, case.sums(r).bfloat16())
+        # No rank has a token, and no token an expert.
+        nothing = here(torch.zeros((4, HIDDEN)).bfloat16())
+        for tokens in (0, 4):
+            for expand in (False, True):
+                x, _, _, handle, _ = buffer.dispatch(
+                    nothing[:tokens], here(torch.full((tokens, TOP_K), -1)), num_experts=case.experts, do_expand=expand,
+                    expert_alignment=16, **shared(),
+                )
+                assert len(x) == 0 and handle.num_recv_tokens == 0 and handle.num_recv_tokens_per_expert_list == [0] * LOCAL
+                assert handle.recv_src_metadata.shape == (0, TOP_K + 2)
+                out, _, _ = buffer.combine(x, handle)
+                same(out, torch.zeros((tokens, HIDDEN)).bfloat16())
+
+    in_world(work, ranks=3)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU a later call raises what this one found")
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("expand", [True, False])
+def test_experts_that_are_none(expand, sync):
+    """A rank's error is its own: the others go on without its tokens, and so does it."""
+    wrong, right = Case(seed=12), Case(seed=12)
+    wrong.ids[0][3, 1] = wrong.experts
+    right.ids[0][:] = -1
+    given = right.rows("bf16")
+
+    def work(buffer):
+        r, failure = buffer.rank_idx, None
+        try:
+            x, _, _, handle, _ = dispatched(buffer, wrong, pair(given[r]), do_expand=expand, do_cpu_sync=sync)
+        except tokenyard.RoutingError as error:
+            failure, (x, _, _, handle, _) = error, error.dispatched
+        assert (failure is not None) == (r == 0)
+        right.check_rows(r, x, given, expand, 1, False)
+        out, _, _ = buffer.combine(right.returned(r, len(x), handle), handle)
+        same(out, right.sums(r).bfloat16())
+
+    in_world(work)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU a later call raises what this one found")
+def test_more_rows_than_experts_named_once_can_make():
+    """Without a wait for counts there is room for each local expert once a token, as in DeepEP."""
+    case = Case(seed=13, counts=(16, 16))
+    for ids in case.ids:
+        ids[:] = 0
+
+    def work(buffer):
+        failure = None
+        try:
+            x, _, _, handle, _ = dispatched(buffer, case, pair(given[buffer.rank_idx]), do_expand=True, do_cpu_sync=False)
+        except tokenyard.CapacityError as error:
+            failure, (x, _, _, handle, _) = error, error.dispatched
+            assert (error.needed, error.given) == (2 * 16 * TOP_K, 2 * 16 * LOCAL)
+        # Only the rank of that expert has no room.
+        assert (failure is not None) == (buffer.rank_idx == 0)
+        buffer.barrier()
+        # The next calls are right.
+        there_and_back(buffer, right, [fitting, fitting], True, False, 1)
+
+    right = Case(seed=14)
+    given, fitting = case.rows("bf16"), right.rows("bf16")
+    in_world(work)
+
+
+def test_what_is_refused():
+    case, other = Case(1, (4,), 15, True), Case(1, (5,), 16, True)
+    given, more = case.rows("bf16"), other.rows("bf16")
+
+    def refused(kind, match, call, *arguments, **named):
+        with pytest.raises(kind, match=match):
+            call(*arguments, **named)
+
+    def work(buffer):
+        x, ids, weights = here(given[0][0]), here(case.ids[0]), here(case.weights[0])
+        named = shared(num_experts=case.experts)
+        dispatch, combine = buffer.dispatch, buffer.combine
+        for rows in (x.view(torch.uint8), x[:, ::2].contiguous().view(torch.uint8)):
+            refused(NotImplementedError, "x is torch.uint8: there are no nvfp4 rows", dispatch, rows, ids, **named)
+        refused(TypeError, "x is torch.float64: give bf16, fp16, fp32, fp8", dispatch, x.double(), ids, **named)
+        refused(ValueError, r"x is \[4, 512, 1\]: give \[tokens, hidden\]", dispatch, x[:, :, None], ids, **named)
+        fp8 = here(torch.zeros((4, HIDDEN))).to(torch.float8_e4m3fn)
+        refused(TypeError, "scale factors of x are torch.uint8: give fp32", dispatch, (fp8, fp8.view(torch.uint8)), ids, **named)
+        refused(ValueError, r"scale factors of x are \[3, 4\]: give \[4, words\]", dispatch, (fp8, here(torch.zeros(3, 4))), ids, **named)
+        refused(ValueError, "topk_idx or num_experts is missing", dispatch, x, ids)
+        refused(ValueError, "topk_idx or num_experts is missing", dispatch, x, num_experts=3)
+        refused(ValueError, "num_experts is 0: give a multiple of the 1 ranks", dispatch, x, ids, num_experts=0)
+        refused(TypeError, "topk_idx is torch.float32: give int64 or int32", dispatch, x, ids.float(), **named)
+        refused(ValueError, r"topk_idx is \[3, 4\]: give \[4, top_k\]", dispatch, x, ids[:3], **named)
+        refused(ValueError, r"topk_idx is \[4, 0\]: give \[4, top_k\], with top_k from 1 to 32", dispatch, x, ids[:, :0], **named)
+        refused(ValueError, r"topk_weights is \[4, 3\]: give \[4, 4\]", dispatch, x, ids, weights[:, :3], **named)
+        refused(TypeError, "topk_weights is torch.float64: give torch.float32", dispatch, x, ids, weights.double(), **named)
+        for stats in (here(torch.zeros(4, dtype=torch.int32)), here(torch.zeros(3))):
+            refused((TypeError, ValueError), "cumulative_local_expert_recv_stats is", dispatch, x, ids, weights, stats, **named)
+        refused(ValueError, "expert_alignment is 0: give 1 or more", dispatch, x, ids, expert_alignment=0, **named)
+        refused(ValueError, "do_zero_padding is set without do_expand", dispatch, x, ids, do_zero_padding=True, **named)
+        refused(ValueError, "x has 4 tokens, and num_max_tokens_per_rank is 3", dispatch, x, ids, num_max_tokens_per_rank=3, **named)
+        refused(ValueError, "num_max_tokens_per_rank is -1", dispatch, x, ids, num_max_tokens_per_rank=-1, **named)
+        refused(ValueError, "num_max_tokens_per_rank is 0, and without do_cpu_sync", dispatch, x, ids, num_max_tokens_per_rank=0,
+                do_cpu_sync=False, **named)
+        for expand in (False, True):
+            got, _, received, handle, _ = dispatch(x, ids, weights, do_expand=expand, **named)
+            rows = len(got)
+            refused(ValueError, "topk_idx or do_cpu_sync is given with handle", dispatch, x, ids, handle=handle, do_expand=expand)
+            refused(ValueError, "topk_idx or do_cpu_sync is given", dispatch, x, handle=handle, do_expand=expand, do_cpu_sync=True)
+            refused(ValueError, f"do_expand is {not expand}, and the handle's dispatch had {expand}", dispatch, x, handle=handle,
+                    do_expand=not expand)
+            for name, wrong in (("num_experts", 6), ("num_max_tokens_per_rank", 17), ("expert_alignment", 2)):
+                refused(ValueError, f"{name} is {wrong}, and the handle's dispatch had", dispatch, x, handle=handle, do_expand=expand,
+                        **{name: wrong})
+            refused(ValueError, r"x is \[3, 512\]: give \[4, 512\]", dispatch, x[:3], handle=handle, do_expand=expand)
+            refused(ValueError, r"x is \[4, 256\]: give \[4, 512\]", dispatch, x[:, :256], handle=handle, do_expand=expand)
+            refused(ValueError, r"topk_weights is \[3, 4\]: give \[4, 4\]", dispatch, x, topk_weights=weights[:3], handle=handle,
+                    do_expand=expand)
+            refused(TypeError, "handle is a tuple: give the EPHandle", dispatch, x, handle=(handle,), do_expand=expand)
+            refused(TypeError, "x is torch.float8_e4m3fn: give bf16, fp16 or fp32", combine, fp8, handle)
+            refused(ValueError, rf"x is \[{rows - 1}, 512\]: give \[{rows}, 512\]", combine, got[:-1], handle)
+            refused(ValueError, rf"x is \[{rows}, 256\]: give \[{rows}, 512\]", combine, got[:, :256], handle)
+            other_shape = received[:, None] if expand else received[:, :-1]
+            refused(ValueError, rf"topk_weights is \[{rows}, .\]: give \[{rows}", combine, got, handle, other_shape)
+            refused(TypeError, "topk_weights is torch.bfloat16: give torch.float32", combine, got, handle, received.bfloat16())
+            refused(TypeError, "bias is torch.float32: give torch.bfloat16", combine, got, handle, None, x.float())
+            refused(ValueError, r"bias is \[3, 512\]: give \[4, 512\]", combine, got, handle, None, (x, x[:3]))
+            refused(ValueError, "bias has 3 tensors: give at most 2", combine, got, handle, None, (x, x, x))
+            refused(TypeError, "handle is a NoneType: give the EPHandle", combine, got, None)
+        # Of other buffers.
+        second = ElasticBuffer(buffer.group, num_bytes=0)
+        for call in (lambda: second.combine(got, handle), lambda: second.dispatch(x, handle=handle, do_expand=True)):
+            refused(ValueError, "handle is of another ElasticBuffer", call)
+        refused(TypeError, "handle is a NormalHandle", combine, got, deep_ep._buffer.NormalHandle((None,) * 6))
+        for name in ("engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv", "all_gather", "create_agrs_session",
+                     "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "agrs_get_inplace_tensor"):
+            refused(NotImplementedError, "only dispatch and combine", getattr(buffer, name), 1, session=2)
+        # A buffer without a most has none but by the call.
+        x, _, _, handle, _ = second.dispatch(here(more[0][0]), here(other.ids[0]), num_max_tokens_per_rank=5, do_cpu_sync=False, **named)
+        assert len(x) == 5
+        refused(ValueError, "num_max_tokens_per_rank is 0, and without", second.dispatch, x, here(other.ids[0]), do_cpu_sync=False, **named)
+
+    in_world(work, ranks=1)
+    refused(ValueError, "num_max_tokens_per_rank is 0 and hidden 64: give more than 0 of both", ElasticBuffer,
+            tokenyard.World.threads(1)[0], hidden=64)
+    refused(ValueError, "num_topk 33: give 0 or more, and of num_topk at most 32", ElasticBuffer, tokenyard.World.threads(1)[0],
+            num_bytes=1, num_topk=33)
+    refused(NotImplementedError, "num_cpu_bytes is 1: there are no buffers of host memory", ElasticBuffer,
+            tokenyard.World.threads(1)[0], num_bytes=2, num_cpu_bytes=1)
+
+
+def test_what_callers_read():
+    def work(buffer):
+        assert (buffer.rank_idx, buffer.num_ranks) == (buffer.group.rank, 2)
+        assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, 2)
+        assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks, buffer.scaleup_rank_idx) == (1, 2, buffer.rank_idx)
+        assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks, buffer.scaleout_rank_idx) == (1, 2, 0)
+        # By hand: 8192 tokens of 2 ranks, each 4096 bytes of rows and 3 * 8 + 1 words; more than what combine needs.
+        assert buffer.num_bytes == aligned(2 * 8192 * (4096 + 128), 1 << 21)
+        assert buffer.get_theoretical_num_sms(256, 8) % 2 == 0 and buffer.get_theoretical_num_qps(20) == 129
+        assert isinstance(buffer.capture(), deep_ep.EventHandle)
+        for how in (dict(use_comm_stream=False), dict(sequential=False), dict(with_cpu_sync=True)):
+            buffer.barrier(**how)
+        x = here(torch.zeros((1, 2048)).bfloat16())
+        _, _, _, handle, _ = buffer.dispatch(x, here(torch.zeros((1, 8), dtype=torch.int64)), num_experts=4, num_sms=12)
+        assert handle.num_sms == 12
+
+    in_world(work, num_max_tokens_per_rank=8192, hidden=2048, num_topk=8)
+    world = tokenyard.World.threads(2)[0]
+    # fp8: 7168 bytes, a scale for each 32 columns, and words. Without multiple reductions each choice has a row of sums.
+    hint = ElasticBuffer.get_buffer_size_hint
+    assert hint(world, 100, 7168, 8, True) == aligned(max(2 * 100 * (7168 + 896 + 128), 2 * 100 * (14336 + 64)), 1 << 21)
+    assert hint(world, 100, 7168, 8, True, True, False) == aligned(8 * 100 * (14336 + 64), 1 << 21)
+    assert hint(world, 300, 7168) == aligned(2 * 300 * (14336 + 416), 1 << 21)

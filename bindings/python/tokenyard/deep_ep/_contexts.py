@@ -113,10 +113,10 @@ class Normal:
                     raise
                 failure, sent = error, error.sent
             experts, sources = ep.counts(sent)
-            notices = experts.pop()
+            # Notices have rows, too.
             output, made = receive(ep, experts, sources)
             handle = ep.dispatch_recv(sent, output)
-            if notices == 0:
+            if experts.pop() == 0:
                 return Counted(ep, handle, made, experts, sources, failure)
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
             del ep, sent, output, made, handle
