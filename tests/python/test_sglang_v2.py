@@ -178,7 +178,7 @@ def check_sums(batch, rank, sums):
 
 
 def exercise(ranks):
-    """Prefill and decode by turns, in each format."""
+    """Prefill and decode in alternation, in each format."""
     import torch
     import torch.distributed as dist
     from sglang.srt.environ import envs

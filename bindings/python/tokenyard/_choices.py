@@ -1,5 +1,5 @@
-"""Which choice of its token each row is, which the library does not report: a payload brings each token's experts beside its
-rows. Imports torch."""
+"""Which choice of its token each row is, which the library does not report: a payload brings each token's experts
+beside its rows. Imports torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def of_rows(
 ) -> torch.Tensor:
     """Which choice each row is, bool `[rows, top_k]`: one at most, and none for a row of no token.
 
-    `named`: int32 `[rows, top_k]`, the experts of each row's token. `expert`: the row's own, in the same numbers. `local`:
-    its local number, -1 for a row of no token. `source`: int32 `[rows, 2]`, rank and token, where tokens may name an
-    expert several times."""
+    `named`: int32 `[rows, top_k]`, the experts of each row's token. `expert`: the row's own, in the same numbers.
+    `local`: its local number, -1 for a row of no token. `source`: int32 `[rows, 2]`, rank and token, where tokens may
+    name an expert several times."""
     match = (named == expert[:, None]) & (local >= 0)[:, None]
     if source is None:
         return match

@@ -466,7 +466,8 @@ class _Normal:
             return ep.output(self.x, layout="token", capacity=sum(sources), format=self.format(ep), also=("source",))
 
         normal = self.buffer._normal
-        ep, handle, got, experts, sources, failure = normal.counted(self.x, self.wanted, Buffer._sms, None, send, receive)
+        done = normal.counted(self.x, self.wanted, Buffer._sms, None, send, receive)
+        ep, handle, got, experts, sources, failure = done
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
         results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))

@@ -101,8 +101,8 @@ class Normal:
         send: Callable[[AllToAll], Any],
         receive: Callable[[AllToAll, List[int], List[int]], Tuple[Any, Any]],
     ) -> Counted:
-        """A dispatch that makes larger contexts until all ranks' tokens have room. `send`: the sending half, with counts.
-        `receive`: the output for so many rows, and what else is to be returned."""
+        """A dispatch that makes larger contexts until all ranks' tokens have room. `send`: the sending half, with
+        counts. `receive`: the output for so many rows, and what else is to be returned."""
         while True:
             ep = self.get(x, wanted, sms, tokens)
             failure: Optional[Error] = None
@@ -147,8 +147,8 @@ class Normal:
         ep = AllToAll(
             self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
-            dispatch_payload_words=wanted.words, placement=_growth.placement(experts, ranks), timeout=self._timeout, sms=sms,
-            round_tokens=self._round_tokens if room > self._round_tokens else None,
+            dispatch_payload_words=wanted.words, placement=_growth.placement(experts, ranks), timeout=self._timeout,
+            sms=sms, round_tokens=self._round_tokens if room > self._round_tokens else None,
         )
         self._made = (wanted, room, ep)
         return ep

@@ -1,7 +1,7 @@
 """`deep_ep.ElasticBuffer`: the calls of DeepEP's version 2 by tokenyard's.
 
-A dispatch without expansion is the token layout, one with expansion the contiguous layout. The weights of expanded rows,
-and which choice each row is, come from a payload (`_choices`): each token's experts and weights beside its rows.
+A dispatch without expansion is the token layout, one with expansion the contiguous layout. The weights of expanded
+rows, and which choice each row is, come from a payload (`_choices`): each token's experts and weights beside its rows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class EPHandle:
-    """The handle of a dispatch, for combines and for dispatches of new rows. R ranks, L local experts, K choices, M rows.
+    """The handle of a dispatch, for combines and for dispatches of new rows. R ranks, L local experts, K choices, M
+    rows.
 
-    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch. topk_idx: `[tokens, K]`,
-    a copy unless `do_handle_copy` was off. num_recv_tokens, num_expanded_tokens: tokens received and rows of the expanded
-    layout; without `do_cpu_sync`, as many as there can be. num_recv_tokens_per_expert_list: L counts, each rounded up to
-    the alignment; empty without `do_cpu_sync`. psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, the tokens received
-    from ranks up to each one. psum_num_recv_tokens_per_expert: int32 `[L]`: expanded, where each expert's rows end, which
-    begin at the end before rounded up; else sums of the rounded counts. num_unaligned_recv_tokens_per_expert: int32
-    `[L]`. token_metadata_at_forward, channel_linked_list: None, as within a node."""
+    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch. topk_idx: `[tokens,
+    K]`, a copy unless `do_handle_copy` was off. num_recv_tokens, num_expanded_tokens: tokens received and rows of the
+    expanded layout; without `do_cpu_sync`, as many as there can be. num_recv_tokens_per_expert_list: L counts, each
+    rounded up to the alignment; empty without `do_cpu_sync`. psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, the
+    tokens received from ranks up to each one. psum_num_recv_tokens_per_expert: int32 `[L]`: expanded, where each
+    expert's rows end, which begin at the end before rounded up; else sums of the rounded counts.
+    num_unaligned_recv_tokens_per_expert: int32 `[L]`. token_metadata_at_forward, channel_linked_list: None, as within a
+    node."""
 
     token_metadata_at_forward: Optional[torch.Tensor] = None
     channel_linked_list: Optional[torch.Tensor] = None
@@ -54,9 +56,10 @@ class EPHandle:
 
     @property
     def recv_src_metadata(self) -> torch.Tensor:
-        """int32 `[num_recv_tokens, K + 2]`, for each token received in the order of (source rank, token): the source rank
-        times num_max_tokens_per_rank plus the token; the source rank times K plus the first choice that is here; then the
-        row of each choice in the expanded layout, -1 for none. Rows of no token are -1. Computed when it is read."""
+        """int32 `[num_recv_tokens, K + 2]`, for each token received in the order of (source rank, token): the source
+        rank times num_max_tokens_per_rank plus the token; the source rank times K plus the first choice that is here;
+        then the row of each choice in the expanded layout, -1 for none. Rows of no token are -1. Computed when it is
+        read."""
         if self._source_metadata is None:
             self._source_metadata = self._place.metadata()
         return self._source_metadata
@@ -75,18 +78,19 @@ class EPHandle:
 
 
 class ElasticBuffer:
-    """DeepEP's buffer of version 2. `group`: of torch.distributed, with any backend, or a `tokenyard.World`. Collective, as
-    all calls but those that say so; ranks are those of one host.
+    """DeepEP's buffer of version 2. `group`: of torch.distributed, with any backend, or a `tokenyard.World`.
+    Collective, as all calls but those that say so; ranks are those of one host.
 
-    `num_max_tokens_per_rank`, `hidden` and `num_topk` are what contexts have room for from the start. `num_gpu_timeout_secs`:
-    how long calls wait for another rank. `num_bytes` is kept to be read; memory is taken by what calls need. Of the others
-    docs/deep_ep.md has what they do. Without `num_bytes`, `num_max_tokens_per_rank` and `hidden` are needed.
+    `num_max_tokens_per_rank`, `hidden` and `num_topk` are what contexts have room for from the start.
+    `num_gpu_timeout_secs`: how long calls wait for another rank. `num_bytes` is kept to be read; memory is taken by
+    what calls need. Of the others docs/deep_ep.md has what they do. Without `num_bytes`, `num_max_tokens_per_rank` and
+    `hidden` are needed.
 
     Tensors are on a GPU or on the CPU. Calls of a kind that is new make a context first, which a capture cannot do."""
 
     round_tokens: int = 16384
-    """Tokens of a rank in a round of calls: where a rank may have more, calls go in several rounds, and memory is that of
-    one."""
+    """Tokens of a rank in a round of calls: where a rank may have more, calls go in several rounds, and memory is that
+    of one."""
 
     def __init__(
         self,
@@ -197,8 +201,8 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """A number of multiprocessors for callers that divide a GPU: 20, or 64 where overlap is not preferred, and at most
-        what the GPU has. Calls take it where it is their `num_sms`; else contexts choose by themselves. Local."""
+        """A number of multiprocessors for callers that divide a GPU: 20, or 64 where overlap is not preferred, and at
+        most what the GPU has. Calls take it where it is their `num_sms`; else contexts choose by themselves. Local."""
         sms, cuda = 20 if self.prefer_overlap_with_compute else 64, torch.cuda
         if cuda.is_available():
             sms = min(sms, int(cuda.get_device_properties(cuda.current_device()).multi_processor_count))
@@ -235,13 +239,14 @@ class ElasticBuffer:
         """Rows, experts, weights, handle and event. Without `do_expand` a row for each (token, rank) in the order of
         (source rank, token), experts int64 `[rows, top_k]` (numbers on this rank, -1 elsewhere) and weights fp32
         `[rows, top_k]`. With it a row for each choice, expert after expert, each one's first at a multiple of
-        `expert_alignment`; None for the experts; weights fp32 `[rows]`, 0 in padding. None for weights that are not given.
+        `expert_alignment`; None for the experts; weights fp32 `[rows]`, 0 in padding. None for weights that are not
+        given.
 
-        `x`: `[tokens, hidden]` in bf16, fp16, fp32, fp8 or int8, or such rows with scale factors of 4 bytes,
-        `[tokens, words]` of any strides, which come beside the rows. `num_max_tokens_per_rank`: the same on all ranks; by
-        default the buffer's. `do_cpu_sync` (default, but by a handle): the host waits for the counts, and there are as
-        many rows as come; else as many as can come: ranks times num_max_tokens_per_rank, and expanded times the smaller
-        of top_k and local experts, and room for the alignment. `previous_event_before_epilogue`: what the receiving half
+        `x`: `[tokens, hidden]` in bf16, fp16, fp32, fp8 or int8, or such rows with scale factors of 4 bytes, `[tokens,
+        words]` of any strides, which come beside the rows. `num_max_tokens_per_rank`: the same on all ranks; by default
+        the buffer's. `do_cpu_sync` (default, but by a handle): the host waits for the counts, and there are as many
+        rows as come; else as many as can come: ranks times num_max_tokens_per_rank, and expanded times the smaller of
+        top_k and local experts, and room for the alignment. `previous_event_before_epilogue`: what the receiving half
         waits for. By a handle the rows are new ones of the same tokens, with new weights if they are given.
 
         An error of a dispatch that took place, such as `RoutingError`, has these results as its `dispatched`: combine
@@ -255,7 +260,7 @@ class ElasticBuffer:
             _must_be_the_same(handle, num_experts, num_max_tokens_per_rank, expert_alignment)
             place = self._placed(handle, do_expand)
             if topk_idx is not None or do_cpu_sync:
-                raise ValueError("topk_idx or do_cpu_sync is given with handle: the handle's dispatch has both; leave them out")
+                raise ValueError("topk_idx or do_cpu_sync is given with handle, whose dispatch decided both: leave them out")
             again = _Again(place, rows, scales, topk_weights, use_tma_aligned_col_major_sf, do_zero_padding, before)
             given = [t for t in (rows, scales, topk_weights) if t is not None]
             (got, local, weights), event = self._on_comm(given, previous_event, async_with_compute_stream, again.made)
@@ -265,8 +270,8 @@ class ElasticBuffer:
         must_divide(num_experts, self.num_ranks)
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         call = _Call(
-            self, rows, scales, topk_idx, topk_weights, num_experts, most, 1 if expert_alignment is None else expert_alignment,
-            do_expand, do_zero_padding, use_tma_aligned_col_major_sf, before, num_sms, do_handle_copy,
+            self, rows, scales, topk_idx, topk_weights, num_experts, most,
+            1 if expert_alignment is None else expert_alignment, do_expand, do_zero_padding, use_tma_aligned_col_major_sf, before, num_sms, do_handle_copy,
         )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
@@ -300,10 +305,10 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], EventOverlap]:
-        """The sums `[tokens, hidden]` of each token's rows, without weights, in fp32 and rounded once; the weights of each
-        choice `[tokens, top_k]`, 0 where a token has none, of `topk_weights` fp32 `[rows, top_k]` or, expanded, `[rows]`;
-        and the event. `x`: bf16, fp16 or fp32 `[rows, hidden]`, as many rows as the dispatch made. `bias`: one or two
-        tensors `[tokens, hidden]` of the same dtype, which are added before the rounding."""
+        """The sums `[tokens, hidden]` of each token's rows, without weights, in fp32 and rounded once; the weights of
+        each choice `[tokens, top_k]`, 0 where a token has none, of `topk_weights` fp32 `[rows, top_k]` or, expanded,
+        `[rows]`; and the event. `x`: bf16, fp16 or fp32 `[rows, hidden]`, as many rows as the dispatch made. `bias`:
+        one or two tensors `[tokens, hidden]` of the same dtype, which are added before the rounding."""
         place = self._placed(handle, handle.do_expand if isinstance(handle, EPHandle) else False)
         kept, dtype = place.kept, x.dtype
         if dtype not in _SUMMED:
@@ -355,7 +360,7 @@ class ElasticBuffer:
 
     def pp_set_config(self, *given: Any, **named: Any) -> None:
         """Refused: `NotImplementedError`."""
-        raise NotImplementedError("pp_set_config, pp_send and pp_recv: there are no pipelines; only dispatch and combine")
+        raise NotImplementedError("pp_set_config, pp_send and pp_recv: no pipelines; only dispatch and combine")
 
     pp_send = pp_recv = pp_set_config
 
@@ -363,7 +368,8 @@ class ElasticBuffer:
         """Refused: `NotImplementedError`."""
         raise NotImplementedError("all_gather and its sessions: only dispatch and combine are here")
 
-    create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = agrs_get_inplace_tensor = all_gather
+    create_agrs_session = destroy_agrs_session = agrs_new_session = all_gather
+    agrs_set_config = agrs_get_inplace_tensor = all_gather
 
     # Inside
 
@@ -418,7 +424,8 @@ class _Place(NamedTuple):
         """The payload of a combine that brings weights back. What rows have of choices elsewhere does not count."""
         ep, shape = self.kept.ep, (self.kept.tokens, self.choices)
         if self.match is not None:
-            return dict(payload=topk_weights[:, None].contiguous(), payload_out=topk_weights.new_empty((shape[0], ep.top_k, 1)))
+            out = topk_weights.new_empty((shape[0], ep.top_k, 1))
+            return dict(payload=topk_weights[:, None].contiguous(), payload_out=out)
         return dict(payload=topk_weights.masked_fill(self.local < 0, 0), payload_out=topk_weights.new_empty(shape))
 
     def metadata(self) -> torch.Tensor:
@@ -461,8 +468,8 @@ class _Place(NamedTuple):
 
 
 class _Scales:
-    """How scale factors of 4 bytes travel: as those of one of the library's formats, which have as many words, else in the
-    payload. Their bits are not looked at."""
+    """How scale factors of 4 bytes travel: as those of one of the library's formats, which have as many words, else in
+    the payload. Their bits are not looked at."""
 
     def __init__(self, scales: Optional[torch.Tensor], rows: torch.Tensor, column_major: bool) -> None:
         self.given, self.column_major = scales, column_major
@@ -497,7 +504,9 @@ class _Scales:
             return None
         return room.view(torch.float32 if self.kind == "fp32" else torch.int32)
 
-    def received(self, room: Optional[torch.Tensor], rows: int, payload: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    def received(
+        self, room: Optional[torch.Tensor], rows: int, payload: Optional[torch.Tensor]
+    ) -> Optional[torch.Tensor]:
         """`[rows, words]`, of the payload's last words if they travelled there."""
         if room is None or self.given is None:
             return None
@@ -541,15 +550,16 @@ class _Call:
         if self.topk_idx.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"topk_idx is {self.topk_idx.dtype}: give int64 or int32")
         if self.topk_idx.dim() != 2 or len(self.topk_idx) != tokens or not 1 <= self.choices <= 32:
-            raise ValueError(f"topk_idx is {list(self.topk_idx.shape)}: give [{tokens}, top_k], with top_k from 1 to 32")
+            shape = list(self.topk_idx.shape)
+            raise ValueError(f"topk_idx is {shape}: give [{tokens}, top_k], with top_k from 1 to 32")
         if self.topk_weights is not None:
             _must_be("topk_weights", self.topk_weights, (tokens, self.choices), torch.float32)
         if self.alignment < 1:
             raise ValueError(f"expert_alignment is {self.alignment}: give 1 or more")
         if self.most < 0 or (self.most == 0 and not counted):
             raise ValueError(
-                f"num_max_tokens_per_rank is {self.most}, and without do_cpu_sync it decides how many rows there are: give "
-                "the most tokens of a rank"
+                f"num_max_tokens_per_rank is {self.most}, and without do_cpu_sync it decides how many rows there are: "
+                "give the most tokens of a rank"
             )
         if self.most and tokens > self.most:
             raise ValueError(f"x has {tokens} tokens, and num_max_tokens_per_rank is {self.most}: give at most as many")
@@ -650,8 +660,8 @@ class _Call:
             sources = torch.arange(ranks, dtype=torch.int32, device=local.device)
             of_ranks = (made.source[:, :1] == sources).sum(0).cumsum(0, dtype=torch.int32)
         place = _Place(
-            self.buffer._normal, kept, self.buffer.rank_idx, self.choices, most, tokens, expanded, counts, of_ranks, ends,
-            unaligned, made.source, local, match,
+            self.buffer._normal, kept, self.buffer.rank_idx, self.choices, most, tokens, expanded, counts, of_ranks,
+            ends, unaligned, made.source, local, match,
         )
         topk_idx = self.topk_idx.clone() if self.copies else self.topk_idx
         weights = None
@@ -662,7 +672,8 @@ class _Call:
         rows = _given(made.rows, self.given.dtype)
         scales = self.scales.received(made.scales, made.capacity, made.payload)
         experts = None if self.expand else local.long()
-        return (rows if scales is None else (rows, scales)), experts, weights, EPHandle(self, place, topk_idx, self.num_sms)
+        handle = EPHandle(self, place, topk_idx, self.num_sms)
+        return (rows if scales is None else (rows, scales)), experts, weights, handle
 
 
 class _Made:
@@ -723,12 +734,13 @@ class _Again:
             kept.format.hidden, kept.format.max_tokens, dtype=name_of(rows), scales=self.scales.kind,
             weights=kept.format.weights,
         )
-        out = (torch.zeros if self.zero else torch.empty)((kept.capacity, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        make, size = torch.zeros if self.zero else torch.empty, (kept.capacity, rows.shape[1])
+        out = make(size, dtype=rows.dtype, device=rows.device)
         room, given, payload = self.scales.room(kept.capacity, self.zero), {}, None
         words = ([] if self.topk_weights is None else [self.topk_weights]) + self.scales.payload()
         if words:
             sent = torch.cat(words, 1)
-            payload = sent.new_zeros((kept.capacity, sent.shape[1])) if self.zero else sent.new_empty((kept.capacity, sent.shape[1]))
+            payload = make((kept.capacity, sent.shape[1]), dtype=torch.float32, device=rows.device)
             given = dict(payload=sent, row_payload=payload)
         if self.before is not None:
             # There are no halves of it.

@@ -32,7 +32,8 @@ class Streams:
         self, inputs: List[torch.Tensor], previous: Event, async_finish: bool, work: Callable[[], Any]
     ) -> Tuple[Any, EventOverlap]:
         """Runs work on the communication stream, after `previous` or what the current stream has. Unless it may finish
-        later, the current stream waits for it. `inputs`: the tensors that work reads; those that it returns are noticed."""
+        later, the current stream waits for it. `inputs`: the tensors that work reads; those that it returns are
+        noticed."""
         device = inputs[0].device
         if device.type != "cuda":
             return work(), EventOverlap()
