@@ -21,8 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
-BUFFER, CONTEXTS, CONFIG, ELASTIC = (
-    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_elastic")
+BUFFER, CONTEXTS, CONFIG, ELASTIC, ELASTIC_CALLS = (
+    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
 ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
@@ -44,15 +44,15 @@ MUTANTS = [
     ("tokens of no rank counted", BUFFER, "torch.where(used, topk_idx, num_experts).long()", "topk_idx.abs().long()", DEEP_EP),
     ("no new context for fp32 rows", CONTEXTS, " and self.fp32 >= other.fp32", "", DEEP_EP),
     ("a hint without scales", CONFIG, "128 * 8 + 128 * 4 + 128 * 4 + 8", "128 * 8 + 128 * 4 + 8", DEEP_EP),
-    ("weights of choices elsewhere counted", ELASTIC, "topk_weights.masked_fill(self.local < 0, 0)", "topk_weights.contiguous()",
+    ("weights of choices elsewhere counted", ELASTIC_CALLS, "topk_weights.masked_fill(self.local < 0, 0)", "topk_weights.contiguous()",
      VERSION_2),
-    ("ends of experts without their alignment", ELASTIC, "aligned.cumsum(0, dtype=torch.int32)", "unaligned.cumsum(0, dtype=torch.int32)",
+    ("ends of experts without their alignment", ELASTIC_CALLS, "aligned.cumsum(0, dtype=torch.int32)", "unaligned.cumsum(0, dtype=torch.int32)",
      VERSION_2),
     ("the last biases forgotten", ELASTIC, "for tensor in biases[1:]:", "for tensor in biases[2:]:", VERSION_2),
-    ("slots for later choices of a rank", ELASTIC, "torch.where(used & ~later, slot, -1)", "torch.where(used, slot, -1)", VERSION_2),
-    ("tokens of several choices counted for each", ELASTIC, "came.scatter_(0, number, 1)[:-1]",
+    ("slots for later choices of a rank", ELASTIC_CALLS, "torch.where(used & ~later, slot, -1)", "torch.where(used, slot, -1)", VERSION_2),
+    ("tokens of several choices counted for each", ELASTIC_CALLS, "came.scatter_(0, number, 1)[:-1]",
      "came.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))[:-1]", VERSION_2),
-    ("padding of new rows not cleared", ELASTIC, "make, size = torch.zeros if self.zero else torch.empty,",
+    ("padding of new rows not cleared", ELASTIC_CALLS, "make, size = torch.zeros if self.zero else torch.empty,",
      "make, size = torch.ones,", VERSION_2),
     ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
      "_sys.modules[name] = deep_ep", DEEP_EP),
