@@ -258,7 +258,7 @@ class ElasticBuffer:
             must_be_the_same(handle, num_experts, num_max_tokens_per_rank, expert_alignment)
             place = self._placed(handle, do_expand)
             if topk_idx is not None or do_cpu_sync:
-                raise ValueError("topk_idx or do_cpu_sync is given with handle, whose dispatch decided both: leave them out")
+                raise ValueError("topk_idx or do_cpu_sync is given with handle, whose dispatch had both: leave them out")
             again = Again(place, rows, scales, topk_weights, use_tma_aligned_col_major_sf, do_zero_padding, before)
             given = [t for t in (rows, scales, topk_weights) if t is not None]
             (got, local, weights), event = self._on_comm(given, previous_event, async_with_compute_stream, again.made)
@@ -269,7 +269,8 @@ class ElasticBuffer:
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         call = Call(
             self, rows, scales, topk_idx, topk_weights, num_experts, most,
-            1 if expert_alignment is None else expert_alignment, do_expand, do_zero_padding, use_tma_aligned_col_major_sf, before, num_sms, do_handle_copy,
+            1 if expert_alignment is None else expert_alignment, do_expand, do_zero_padding,
+            use_tma_aligned_col_major_sf, before, num_sms, do_handle_copy,
         )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:

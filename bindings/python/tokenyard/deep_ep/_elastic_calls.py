@@ -201,8 +201,9 @@ class Call:
     def format(self, ep: AllToAll) -> Format:
         combine = "bf16" if self.rows.dtype == torch.float8_e4m3fn else name_of(self.rows)
         weights = "none" if self.topk_weights is None or self.expand else "dispatch"
+        # Of few tokens it has the kernels of small calls, however many the context has room for.
         return Format(
-            self.rows.shape[1], ep.format.max_tokens, dtype=name_of(self.rows), scales=self.scales.kind,
+            self.rows.shape[1], self.most or ep.format.max_tokens, dtype=name_of(self.rows), scales=self.scales.kind,
             combine_dtype=combine, weights=weights,
         )
 
