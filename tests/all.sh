@@ -185,6 +185,20 @@ driver() {
   LD_LIBRARY_PATH=$folder target/release/tokenyard doctor | grep "offers CUDA 12.8: .* update the driver to version 580"
 }
 
+# Unpacks vLLM for its test, which needs its files in Python alone.
+vllm() {
+  local wheel=vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl
+  .venv-python/bin/pip install -q --disable-pip-version-check msgspec pydantic || return
+  [ ! -d target/vllm/vllm ] || return 0
+  .venv-python/bin/pip download -q --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+    --platform manylinux_2_28_x86_64 -d target/engines vllm==0.33.0 || return
+  .venv-python/bin/python - "target/engines/$wheel" <<'END'
+import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+wheel.extractall("target/vllm", [name for name in wheel.namelist() if name.endswith((".py", ".json"))])
+END
+}
+
 # The doubles that networks are held to: each of their rules is shown to fire.
 doubles() {
   local folder=target/doubles flags=(-std=c11 -O1 -g -Wall -Wextra -Werror)
@@ -215,14 +229,35 @@ doubles() {
 }
 
 # The Python package: a wheel, its types, and its tests. The environment is another one, as torch brings its own CUDA.
+# Unpacks SGLang for its test. SGLang has a wheel for each version of Python; their files in Python are the same.
+sglang() {
+  local wheel=sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl
+  .venv-python/bin/pip install -q --disable-pip-version-check dill msgspec orjson pillow psutil pydantic || return
+  [ ! -e target/engines/$wheel ] || [ ! -d target/sglang/sglang ] || return 0
+  .venv-python/bin/pip download -q --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+    --platform manylinux_2_34_x86_64 -d target/engines sglang==0.5.23 || return
+  rm -rf target/sglang
+  .venv-python/bin/python -m zipfile -e target/engines/$wheel target/sglang
+}
+
 python() {
   say "the Python package"
   [ -x .venv-python/bin/pip ] || python3 -m venv .venv-python
   .venv-python/bin/pip install -q --disable-pip-version-check 'maturin>=1.9,<2' mypy numpy pytest
   want "torch from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check torch
+  if .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    want "vLLM from PyPI" vllm
+  else
+    lacking+=("vLLM, which is for Python 3.10 and later")
+  fi
   # Engines whose layers run over the package.
   want "transformers from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check transformers accelerate
   want "megatron-core from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check 'megatron-core>=0.16.1,<0.20'
+  if .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    want "SGLang from PyPI" sglang
+  else
+    lacking+=("SGLang, which is for Python 3.11 and later")
+  fi
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels

@@ -26,7 +26,7 @@ DEADLINE_SECONDS = 100.0
 if os.environ.get("TOKENYARD_STRICT") != "1":
     pytest.importorskip("torch")
     if not (FOLDER / "sglang" / "srt").is_dir():
-        pytest.skip(f"could not find sglang in {FOLDER}: unpack its wheel there", allow_module_level=True)
+        pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

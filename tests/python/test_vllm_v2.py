@@ -1,8 +1,8 @@
 """vLLM's prepare and finalize for DeepEP's version 2 over `tokenyard.install_as("deep_ep")`, against a dense reference.
 
 vLLM's class is unmodified; `on_the_cpu` has what stands in for GPUs. Ranks are threads, on CPU tensors. vLLM is in a folder
-of its own, `TOKENYARD_VLLM` or target/vllm, its wheel unpacked, which this program alone has in sys.path. Of the packages
-that it asks for, transformers, cbor2, openai-harmony, cachetools, cloudpickle and xgrammar are needed; others are stood in for.
+of its own, `TOKENYARD_VLLM` or target/vllm, into which tests/all.sh unpacks its files in Python, and which this program alone
+has in sys.path. Of the packages that it asks for, transformers, msgspec and pydantic are needed; others are stood in for.
 """
 
 import importlib.abc
@@ -20,14 +20,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = pathlib.Path(os.environ.get("TOKENYARD_VLLM") or ROOT / "target" / "vllm")
-PACKAGES = ("cbor2", "openai_harmony", "cachetools", "cloudpickle", "xgrammar")
+PACKAGES = ("transformers", "msgspec", "pydantic")
 LOCAL, TOP_K, HIDDEN, MOST = 3, 4, 512, 64
 DEADLINE_SECONDS = 150.0
 
 if os.environ.get("TOKENYARD_STRICT") != "1":
     pytest.importorskip("torch")
     if not (FOLDER / "vllm").is_dir():
-        pytest.skip(f"could not find vllm in {FOLDER}: unpack its wheel there", allow_module_level=True)
+        pytest.skip(f"could not find vllm in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"could not find {package}: `pip install {package}`", allow_module_level=True)
@@ -42,26 +42,42 @@ def test_vllm():
 # The program
 
 
+class AnyClass(type):
+    """Classes whose attributes are such classes, too, and whose objects do anything."""
+
+    def __getattr__(cls, name):
+        return anything(name)
+
+
+def anything(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def of_object(self, attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return mock.MagicMock()
+
+    def schema(cls, *given):
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
+
+    return AnyClass(name, (), {
+        "__get_pydantic_core_schema__": classmethod(schema),
+        "__class_getitem__": classmethod(lambda cls, item: cls), "__init__": lambda self, *given, **named: None,
+        "__call__": lambda self, given=None, *more, **named: given, "__getattr__": of_object,
+    })
+
+
 class StandIn(types.ModuleType):
-    """A module whose attributes are classes of objects that do anything."""
+    """A module of such classes."""
 
     __path__ = []
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def of_object(self, attribute):
-            if attribute.startswith("__"):
-                raise AttributeError(attribute)
-            return mock.MagicMock()
-
-        value = type(name, (), {
-            "__class_getitem__": classmethod(lambda cls, item: cls), "__init__": lambda self, *given, **named: None,
-            "__call__": lambda self, given=None, *more, **named: given, "__getattr__": of_object,
-        })
-        setattr(self, name, value)
-        return value
+        setattr(self, name, anything(name))
+        return self.__dict__[name]
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -487,11 +487,21 @@ class _Normal:
         ep = self.buffer._normal.get(self.x, self.wanted, Buffer._sms, tokens)
         format = self.format(ep)
         output, got = ep.output(self.x, layout="token", capacity=rows, format=format, also=("source",))
-        handle = ep.dispatch_into(
-            output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
-        )
+        failure: Optional[Error] = None
+        try:
+            handle = ep.dispatch_into(
+                output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
+            )
+        except Error as error:
+            if not hasattr(error, "handle"):
+                raise
+            failure, handle = error, error.handle
         kept = Kept(ep, handle, self.x.shape[0], rows, format)
-        return self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+        results = self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+        if failure is not None:
+            failure.dispatched = (*results, EventOverlap())
+            raise failure
+        return results
 
     def results(self, got: Any, kept: Kept, counts: List[int], prefix: Callable[[], Any]) -> Any:
         rank, ranks, device = self.buffer.rank, self.ranks, self.x.device
