@@ -416,8 +416,32 @@ def test_sums_are_fp32_in_the_order_of_ranks():
     in_world(work, ranks=ranks)
 
 
-def test_events_and_handles():
+def test_sums_have_the_dtype_of_what_experts_return():
+    case = Case(seed=18)
+    given = [case.rows("fp32"), case.rows("bf16")]
+
+    def work(buffer):
+        r = buffer.rank_idx
+        for sent, dtypes in zip(given, ((torch.float32, torch.float16), (torch.float16, torch.float32))):
+            for expand in (False, True):
+                x, _, _, handle, _ = dispatched(buffer, case, pair(sent[r]), do_expand=expand)
+                for dtype in dtypes:
+                    back, bias = case.returned(r, len(x), handle, dtype), case.bias[r][0].to(dtype)
+                    out, _, _ = buffer.combine(back, handle, bias=here(bias))
+                    same(out, (case.sums(r) + case.bias[r][0]).to(dtype))
+        # A context that never had fp32 rows has no room for any.
+        other = ElasticBuffer(buffer.group, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
+        x, _, _, handle, _ = dispatched(other, case, pair(given[1][r]))
+        with pytest.raises(tokenyard.ArgumentError, match="dtype of rows is fp32 of 512 columns"):
+            other.combine(x.float(), handle)
+
+    in_world(work)
+
+
+@pytest.mark.parametrize("round_tokens", [16384, 100])
+def test_events_and_handles(round_tokens, monkeypatch):
     """Events in and out, dispatches that are never combined, combines out of order and twice, and a buffer that goes first."""
+    monkeypatch.setattr(ElasticBuffer, "round_tokens", round_tokens)
     cases = [Case(seed=seed) for seed in (8, 9)]
     rows = [case.rows("bf16") for case in cases]
 
