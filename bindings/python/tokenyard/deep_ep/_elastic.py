@@ -25,17 +25,18 @@ _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class EPHandle:
-    """The handle of a dispatch, for combines and for dispatches of new rows. R ranks, L local experts, K choices, M
-    rows.
+    """The handle of a dispatch, for combines and for dispatches of new rows. R ranks, L local experts, K choices.
 
-    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch. topk_idx: `[tokens,
-    K]`, a copy unless `do_handle_copy` was off. num_recv_tokens, num_expanded_tokens: tokens received and rows of the
-    expanded layout; without `do_cpu_sync`, as many as there can be. num_recv_tokens_per_expert_list: L counts, each
-    rounded up to the alignment; empty without `do_cpu_sync`. psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, the
-    tokens received from ranks up to each one. psum_num_recv_tokens_per_expert: int32 `[L]`: expanded, where each
-    expert's rows end, which begin at the end before rounded up; else sums of the rounded counts.
-    num_unaligned_recv_tokens_per_expert: int32 `[L]`. token_metadata_at_forward, channel_linked_list: None, as within a
-    node."""
+    - do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+    - topk_idx: `[tokens, K]`, a copy unless `do_handle_copy` was off.
+    - num_recv_tokens, num_expanded_tokens: tokens received, and rows of the expanded layout; without `do_cpu_sync` as
+      many as there can be.
+    - num_recv_tokens_per_expert_list: L counts, each rounded up to the alignment; without `do_cpu_sync` none.
+    - psum_num_recv_tokens_per_scaleup_rank: int32 `[R]`, the tokens received from ranks up to each one.
+    - psum_num_recv_tokens_per_expert: int32 `[L]`. Expanded, where the rows of each expert end; the next expert's begin
+      there, rounded up to the alignment. Else the sums of the rounded counts up to each one.
+    - num_unaligned_recv_tokens_per_expert: int32 `[L]`, the rows of each expert.
+    - token_metadata_at_forward, channel_linked_list: None, as within a node."""
 
     token_metadata_at_forward: Optional[torch.Tensor] = None
     channel_linked_list: Optional[torch.Tensor] = None
@@ -69,7 +70,7 @@ class EPHandle:
     @property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 `[tokens, K]`: this rank times num_max_tokens_per_rank plus the token's number among those that go to
-        the choice's rank, for the first choice of each rank; -1 for the others. Computed when it is read."""
+        the choice's rank, for the first choice of each rank; -1 for the others. Computed of topk_idx when it is read."""
         if self._slots is None:
             self._slots = self._place.slots(self.topk_idx, self.num_experts)
         return self._slots
