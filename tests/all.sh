@@ -246,6 +246,9 @@ sglang() {
   from_pypi .venv-python dill msgspec orjson pillow psutil pydantic && engine sglang 0.5.23 manylinux_2_34_x86_64
 }
 
+# vLLM, which is for Python 3.10 and later.
+vllm() { from_pypi .venv-python msgspec pydantic && engine vllm 0.33.0 manylinux_2_28_x86_64; }
+
 # What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is
 # supported; and engines whose layers run over the package. torch brings its own CUDA.
 packages() {
@@ -255,8 +258,9 @@ packages() {
   want "megatron-core from PyPI" from_pypi .venv-python 'megatron-core>=0.16.1,<0.20'
   if .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     want "SGLang from PyPI" sglang
+    want "vLLM from PyPI" vllm
   else
-    lacking+=("SGLang, which is for Python 3.11 and later")
+    lacking+=("SGLang, which is for Python 3.11 and later, and vLLM")
   fi
   want "torch 2.6 from PyPI" from_pypi .venv-python-oldest 'torch==2.6.*' numpy pytest
 }

@@ -23,17 +23,20 @@ PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
 SGLANG = f"{PACKAGE}/integrations/sglang.py"
-BUFFER, CONTEXTS, CONFIG = (f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config"))
+BUFFER, CONTEXTS, CONFIG, ELASTIC, ELASTIC_CALLS = (
+    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_elastic", "_elastic_calls")
+)
+CHOICES = f"{PACKAGE}/_choices.py"
 ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
 # Tests that are to notice.
-DEEP_EP, OPERATORS, PLAIN = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py"
+DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 
 MUTANTS = [
     ("counts not rounded up", BUFFER, "[-(-rows // alignment) * alignment for rows in experts]", "list(experts)", DEEP_EP),
     ("the mask inverted", BUFFER, "(self._mask() != 0)", "(self._mask() == 0)", DEEP_EP),
     ("weights squared on their way back", BUFFER, "words = topk_weights.contiguous()", "words = topk_weights.square()", DEEP_EP),
     ("the second bias forgotten", BUFFER, "biases[0].float() + biases[1].float()", "biases[0].float()", DEEP_EP),
-    ("a rank with more tokens not noticed", BUFFER, "if experts.pop() == 0:", "if experts.pop() >= 0:", DEEP_EP),
+    ("a rank with more tokens not noticed", CONTEXTS, "if experts.pop() == 0:", "if experts.pop() >= 0:", DEEP_EP),
     ("scales taken for row-major", BUFFER, "column_major=self.words is not None", "column_major=False", DEEP_EP),
     ("exponents of the wrong block", BUFFER, "device=self.words.device) % 32", "device=self.words.device) % 16", DEEP_EP),
     ("experts of other ranks named", BUFFER, "got.token_experts[:, : self.choices].long()",
@@ -43,6 +46,16 @@ MUTANTS = [
     ("tokens of no rank counted", BUFFER, "torch.where(used, topk_idx, num_experts).long()", "topk_idx.abs().long()", DEEP_EP),
     ("no new context for fp32 rows", CONTEXTS, " and self.fp32 >= other.fp32", "", DEEP_EP),
     ("a hint without scales", CONFIG, "128 * 8 + 128 * 4 + 128 * 4 + 8", "128 * 8 + 128 * 4 + 8", DEEP_EP),
+    ("weights of choices elsewhere counted", ELASTIC_CALLS, "topk_weights.masked_fill(self.local < 0, 0)", "topk_weights.contiguous()",
+     VERSION_2),
+    ("ends of experts without their alignment", ELASTIC_CALLS, "aligned.cumsum(0, dtype=torch.int32)", "unaligned.cumsum(0, dtype=torch.int32)",
+     VERSION_2),
+    ("the last biases forgotten", ELASTIC, "for tensor in biases[1:]:", "for tensor in biases[2:]:", VERSION_2),
+    ("slots for later choices of a rank", ELASTIC_CALLS, "torch.where(used & ~later, slot, -1)", "torch.where(used, slot, -1)", VERSION_2),
+    ("tokens of several choices counted for each", ELASTIC_CALLS, "came.scatter_(0, number, 1)[:-1]",
+     "came.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))[:-1]", VERSION_2),
+    ("padding of new rows not cleared", ELASTIC_CALLS, "make, size = torch.zeros if self.zero else torch.empty,",
+     "make, size = torch.ones,", VERSION_2),
     ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
      "_sys.modules[name] = deep_ep", DEEP_EP),
     ("a second low-latency call sent before the first is received", BUFFER, "            self._dispatched.before_next()\n",
@@ -51,8 +64,9 @@ MUTANTS = [
     ("weights of other ranks' experts", SGLANG, "got.token_weights[:, :choices].contiguous()",
      "got.token_weights[:, :choices].roll(1, 1)", "test_sglang.py"),
     ("columns of an idle rank", SGLANG, "ids.shape[1] < self._top_k", "ids.shape[1] < 0", "test_sglang.py"),
-    ("the first of equal choices taken for all", OPS, "match &= match.cumsum(1) == nth[:, None] + 1", "pass", OPERATORS),
-    ("weights of rows that are none", OPS, " & (local >= 0)[:, None]", "", OPERATORS),
+    ("the first of equal choices taken for all", CHOICES, "match & (match.cumsum(1) == nth[:, None] + 1)", "match",
+     OPERATORS),
+    ("weights of rows that are none", CHOICES, " & (local >= 0)[:, None]", "", OPERATORS),
     ("rows of no token not cleared", OPS, "rows = torch.zeros(shape", "rows = torch.ones(shape", OPERATORS),
     ("gradients through weights that are lost", OPS, 'if kept.value.format.weights == "none" or (', "if True or (", OPERATORS),
     ("lost gradients not refused", OPS, "if torch.is_grad_enabled() and any(", "if False and any(", OPERATORS),

@@ -132,6 +132,11 @@ class AllToAll:
         return self._number
 
     @property
+    def ranks(self) -> int:
+        """Ranks of the world."""
+        return self._ranks
+
+    @property
     def top_k(self) -> int:
         """Most choices of a token."""
         return self._top_k

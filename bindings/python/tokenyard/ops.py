@@ -21,6 +21,7 @@ from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequen
 
 import torch
 
+from . import _choices
 from ._calls import CONTEXTS, AllToAll
 from ._native import Format, Output
 from ._tensors import TYPES, name_of
@@ -141,11 +142,11 @@ def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor]
     return Output(layout, align=align, **given)
 
 
-def _choices(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
+def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
     """The payload from which row weights are computed: each token's experts, as bits, and their weights."""
     if topk_weights is None:
         raise ValueError("topk_weights is missing: give the weights that rows are to have")
-    return torch.cat((topk_idx.to(torch.int32).view(torch.float32), topk_weights), 1)
+    return torch.cat((_choices.words(topk_idx), topk_weights), 1)
 
 
 _EXPERTS: MutableMapping[AllToAll, Dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -165,15 +166,7 @@ def _weigh(ep: AllToAll, made: Dict[str, torch.Tensor]) -> None:
     experts = _experts(ep, local.device)
     named, weights = words[:, : ep.top_k].view(torch.int32), words[:, ep.top_k :]
     of_row = experts[local.clamp(min=0).long()] if experts.numel() else local
-    match = (named == of_row[:, None]) & (local >= 0)[:, None]
-    if ep.duplicates:
-        # Rows of one token at one expert are neighbours, in the order of its choices.
-        key = torch.cat((made["source"], local[:, None]), 1)
-        again = torch.zeros_like(local, dtype=torch.bool)
-        again[1:] = (key[1:] == key[:-1]).all(1)
-        place = torch.arange(local.numel(), device=local.device)
-        nth = place - torch.where(again, 0, place).cummax(0).values if place.numel() else place
-        match &= match.cumsum(1) == nth[:, None] + 1
+    match = _choices.of_rows(named, of_row, local, made["source"] if ep.duplicates else None)
     made["row_weights"].copy_(torch.where(match, weights, 0).sum(1).view_as(made["row_weights"]))
 
 
@@ -192,7 +185,7 @@ def _dispatch(
 ) -> List[torch.Tensor]:
     ep = _context(context)
     stated, counts = ep.formats[format], None
-    payload = _choices(topk_idx, topk_weights) if row_weights else None
+    payload = _payload(topk_idx, topk_weights) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
         sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)

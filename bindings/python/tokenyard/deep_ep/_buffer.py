@@ -11,14 +11,12 @@ from .. import _growth
 from .._calls import AllToAll
 from .._native import Error, Format, Output, World
 from .._tensors import device_of, name_of
-from .._worlds import world_of_group
 from . import _config
 from ._config import Config
-from ._contexts import Kept, LowLatency, Normal, Wanted
+from ._contexts import Kept, LowLatency, Normal, Offered, Wanted
+from ._shared import Event, Rows, Streams, must_divide, world_of
 from .utils import EventHandle, EventOverlap
 
-Event = Optional[Union[EventOverlap, EventHandle]]
-Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 Hook = Optional[Callable[[], None]]
 
 
@@ -85,7 +83,7 @@ class Buffer:
         if group is None and comm is None:
             raise ValueError("group and comm are both missing: give one of them")
         self.group = group if group is not None else comm
-        self._world: Optional[World] = _world(group, comm)
+        self._world: Optional[World] = world_of(group, comm)
         self.rank, self.group_size = self._world.rank, self._world.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
@@ -93,7 +91,7 @@ class Buffer:
         )
         self._normal = Normal(self._world, self.timeout_seconds, self.round_tokens)
         self._low_latency = LowLatency(self._world, self.timeout_seconds, enable_shrink)
-        self._streams: Dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self._dispatched: Optional[_Hook] = None
         self._combined: Optional[_Hook] = None
 
@@ -140,7 +138,7 @@ class Buffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream on which calls run, of the current GPU."""
-        return self._stream(torch.device("cuda", torch.cuda.current_device()))
+        return self._streams.of(torch.device("cuda", torch.cuda.current_device()))
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: Optional[torch.Size] = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -162,7 +160,7 @@ class Buffer:
         """Tokens for each rank int32 `[ranks]`, None, tokens for each expert int32 `[num_experts]`, and which token goes
         to which rank bool `[tokens, ranks]`, of `topk_idx` `[tokens, top_k]` with -1 for none. Local."""
         ranks = self._open().size
-        _must_divide(num_experts, ranks)
+        must_divide(num_experts, ranks)
 
         def work() -> Tuple[torch.Tensor, ...]:
             # What is no expert is refused by dispatch.
@@ -218,7 +216,7 @@ class Buffer:
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError("is_token_in_rank or num_tokens_per_expert is missing: give what get_dispatch_layout returns")
         experts = num_tokens_per_expert.shape[0]
-        _must_divide(experts, self._open().size)
+        must_divide(experts, self._open().size)
 
         def work() -> Any:
             call = _Normal(self, rows, scales, topk_idx, topk_weights, is_token_in_rank, experts)
@@ -298,7 +296,7 @@ class Buffer:
         if x.dtype != torch.bfloat16:
             raise TypeError(f"x is {x.dtype}: give bf16 rows")
         ranks = self._open().size
-        _must_divide(num_experts, ranks)
+        must_divide(num_experts, ranks)
         ep = self._low_latency.get(
             x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1], Buffer.low_latency_sms
         )
@@ -423,48 +421,11 @@ class Buffer:
 
         return torch.from_numpy(numpy.asarray(mask).copy())
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            # Some versions of torch have no types there.
-            make: Any = torch.cuda.Stream
-            self._streams[device] = make(device, priority=-1)
-        return self._streams[device]
-
     def _on_comm(
         self, inputs: List[torch.Tensor], previous: Event, async_finish: bool, work: Callable[[], Any]
     ) -> Tuple[Any, EventOverlap]:
-        """Runs work on the communication stream, after `previous` or what the current stream has. Unless it may finish
-        later, the current stream waits for it."""
         self._open()
-        device = inputs[0].device
-        if device.type != "cuda":
-            return work(), EventOverlap()
-        comm, current = self._stream(device), torch.cuda.current_stream(device)
-        handle = previous.event if isinstance(previous, EventOverlap) else previous
-        if handle is not None and handle.event is not None:
-            comm.wait_event(handle.event)
-        else:
-            comm.wait_stream(current)
-        try:
-            with torch.cuda.stream(comm):
-                made = work()
-        except BaseException:
-            # What was enqueued all the same uses tensors that the caller may let go of.
-            current.wait_stream(comm)
-            raise
-        capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            # Memory of the communication stream, which the current one uses.
-            for tensor in _tensors(made):
-                tensor.record_stream(current)
-        if not async_finish:
-            # Memory of the inputs goes to work of the current stream, which is after the call then.
-            current.wait_stream(comm)
-            return made, EventOverlap()
-        if not capturing:
-            for tensor in inputs:
-                tensor.record_stream(comm)
-        return made, EventOverlap(EventHandle(comm), tuple(inputs))
+        return self._streams.run(inputs, previous, async_finish, work)
 
 
 class _Hook:
@@ -538,43 +499,27 @@ class _Normal:
         """The host waits for the counts, and outputs have as many rows as come."""
         if alignment < 1:
             raise ValueError(f"expert_alignment is {alignment}: give 1 or more")
+        offered = Offered(self.x, self.topk_idx, self.topk_weights, self.scales)
+
+        def send(ep: AllToAll) -> Any:
+            given = offered.within(ep, self.experts)
+            return ep.dispatch_send(
+                given.x, given.topk_idx, given.weights, scales=given.scales, format=self.format(ep), counts=True
+            )
+
+        def receive(ep: AllToAll, experts: List[int], sources: List[int]) -> Any:
+            return ep.output(self.x, layout="token", capacity=sum(sources), format=self.format(ep), also=("source",))
+
         normal = self.buffer._normal
-        while True:
-            ep = normal.get(self.x, self.wanted, Buffer._sms)
-            format = self.format(ep)
-            failure: Optional[Error] = None
-            try:
-                sent = self.send(ep, format)
-            except Error as error:
-                if not hasattr(error, "sent"):
-                    raise
-                # Unusable routing: the dispatch goes on without this rank's tokens.
-                failure, sent = error, error.sent
-            experts, sources = ep.counts(sent)
-            output, got = ep.output(self.x, layout="token", capacity=sum(sources), format=format, also=("source",))
-            handle = ep.dispatch_recv(sent, output)
-            if experts.pop() == 0:
-                break
-            # Some rank has more tokens than this context has room for, which goes before the new one is made.
-            del ep, sent, output, got, handle
-            normal.grow(self.x, Buffer._sms)
+        done = normal.counted(self.x, self.wanted, Buffer._sms, None, send, receive)
+        ep, handle, got, experts, sources, failure = done
         counts = [-(-rows // alignment) * alignment for rows in experts]
-        kept = Kept(ep, handle, self.x.shape[0], sum(sources), format)
+        kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
         results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
         if failure is not None:
             failure.dispatched = (*results, EventOverlap())
             raise failure
         return results
-
-    def send(self, ep: AllToAll, format: Format) -> Any:
-        if self.x.shape[0] <= ep.format.max_tokens:
-            return ep.dispatch_send(
-                self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format, counts=True
-            )
-        x, topk_idx = _growth.notice(self.x, self.experts, self.choices, self.ranks)
-        weights = None if self.topk_weights is None else x.new_zeros(topk_idx.shape, dtype=torch.float32)
-        scales = None if self.scales is None else self.scales.new_zeros((x.shape[0], self.scales.shape[1]))
-        return ep.dispatch_send(x, topk_idx, weights, scales=scales, format=format, counts=True)
 
     def worst(self, rows: int) -> Any:
         """Nobody waits for counts; there are as many rows as the caller says."""
@@ -587,11 +532,21 @@ class _Normal:
         ep = self.buffer._normal.get(self.x, self.wanted, Buffer._sms, tokens)
         format = self.format(ep)
         output, got = ep.output(self.x, layout="token", capacity=rows, format=format, also=("source",))
-        handle = ep.dispatch_into(
-            output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
-        )
+        failure: Optional[Error] = None
+        try:
+            handle = ep.dispatch_into(
+                output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
+            )
+        except Error as error:
+            if not hasattr(error, "handle"):
+                raise
+            failure, handle = error, error.handle
         kept = Kept(ep, handle, self.x.shape[0], rows, format)
-        return self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+        results = self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+        if failure is not None:
+            failure.dispatched = (*results, EventOverlap())
+            raise failure
+        return results
 
     def results(self, got: Any, kept: Kept, counts: List[int], prefix: Callable[[], Any]) -> Any:
         rank, ranks, device = self.buffer.rank, self.ranks, self.x.device
@@ -677,19 +632,6 @@ def _low_latency_format(hidden: int, tokens: int, scales: Optional[str]) -> Form
     return Format(hidden, tokens, dtype=dtype, scales=scales, quantize=scales is not None, weights="combine")
 
 
-def _world(group: Any, comm: Any) -> World:
-    if isinstance(group, World):
-        return group
-    if group is not None:
-        return world_of_group(group)
-
-    def all_gather(what: str, own: bytes, seconds: float) -> List[bytes]:
-        gathered: List[bytes] = comm.allgather(own)
-        return gathered
-
-    return World.over(comm.Get_rank(), comm.Get_size(), all_gather)
-
-
 def _kept(handle: Any, kind: Any) -> Kept:
     """What a handle's calls need."""
     if not isinstance(handle, kind):
@@ -721,19 +663,3 @@ def _weights(kept: Kept, topk_weights: torch.Tensor) -> torch.Tensor:
 def _prefixes(source: torch.Tensor, ranks: int) -> torch.Tensor:
     """How many rows come from the sources up to each one; rows that are none have source -1."""
     return (source[:, :1] == torch.arange(ranks, device=source.device)).sum(0).cumsum(0)
-
-
-def _must_divide(experts: int, ranks: int) -> None:
-    if experts <= 0 or experts % ranks != 0:
-        raise ValueError(f"num_experts is {experts}: give a multiple of the {ranks} ranks")
-
-
-def _tensors(made: Any) -> List[torch.Tensor]:
-    """The tensors among results."""
-    if isinstance(made, torch.Tensor):
-        return [made]
-    if isinstance(made, (tuple, list)):
-        return [tensor for member in tuple.__iter__(tuple(made)) for tensor in _tensors(member)]
-    return []
-
-

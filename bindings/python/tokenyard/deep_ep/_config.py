@@ -98,3 +98,23 @@ def dispatch_config(sms: int, ranks: int) -> Config:
 def combine_config(sms: int, ranks: int) -> Config:
     """DeepEP's settings of combine."""
     return _of(_COMBINE, sms, ranks)
+
+
+def elastic_size_hint(
+    ranks: int, tokens: int, hidden: int, choices: int, fp8: bool, allow_multiple_reduction: bool
+) -> int:
+    """Bytes that DeepEP asks for in its version 2, of ranks that all reach each other by NVLink
+    (`calculate_buffer_size` in csrc/elastic/buffer.hpp)."""
+    if tokens <= 0 or hidden <= 0:
+        raise ValueError(f"num_max_tokens_per_rank is {tokens} and hidden {hidden}: give more than 0 of both")
+    choices = choices or 32
+
+    def token(row: int, scales: int, words: int) -> int:
+        return sum(-(-part // 32) * 32 for part in (row, scales, 4 * words))
+
+    # Choices and weights, and in dispatch the token's number and a place for each choice.
+    row, scales = (hidden, 4 * -(-hidden // 32)) if fp8 else (2 * hidden, 0)
+    dispatch = ranks * tokens * token(row, scales, 3 * choices + 1)
+    partials = min(ranks, choices) if allow_multiple_reduction else choices
+    combine = partials * tokens * token(2 * hidden, 0, 2 * choices)
+    return -(-max(dispatch, combine) // (1 << 21)) * (1 << 21)

@@ -5,14 +5,15 @@ DeepEP's normal mode knows no most number of tokens, and a context does: `_growt
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from .. import _growth
 from .._calls import AllToAll
-from .._native import Format, Handle, World
+from .._native import Error, Format, Handle, World
 from .._tensors import device_of
+
 
 def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -31,10 +32,49 @@ class Wanted(NamedTuple):
     choices: int
     fp32: bool
     device: str
+    words: int = 0
+    """Of a token's payload in dispatch."""
 
     def covers(self, other: Wanted) -> bool:
         same = self.hidden == other.hidden and self.experts == other.experts and self.device == other.device
-        return same and self.choices >= other.choices and self.fp32 >= other.fp32
+        room = self.choices >= other.choices and self.words >= other.words
+        return same and room and self.fp32 >= other.fp32
+
+
+class Offered(NamedTuple):
+    """What a rank gives to a dispatch."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    weights: Optional[torch.Tensor]
+    scales: Optional[torch.Tensor]
+    payload: Optional[torch.Tensor] = None
+
+    def within(self, ep: AllToAll, experts: int) -> Offered:
+        """This, or where it is more than the context has room for the notice that goes in its place."""
+        if self.x.shape[0] <= ep.format.max_tokens:
+            return self
+        ranks, choices = ep.ranks, self.topk_idx.shape[1]
+        x, topk_idx = _growth.notice(self.x, experts, choices, ranks)
+
+        def zeros(like: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+            return None if like is None else like.new_zeros((x.shape[0], like.shape[1]))
+
+        return Offered(x, topk_idx, zeros(self.weights), zeros(self.scales), zeros(self.payload))
+
+
+class Counted(NamedTuple):
+    """A dispatch for whose counts the host waited."""
+
+    ep: AllToAll
+    handle: Handle
+    made: Any
+    experts: List[int]
+    """Rows of each local expert."""
+    sources: List[int]
+    """Tokens from each rank."""
+    failure: Optional[Error]
+    """Unusable routing: the dispatch took place without this rank's tokens."""
 
 
 class Normal:
@@ -52,6 +92,36 @@ class Normal:
         _refuse_capture(x)
         return self._make(wanted, x.shape[0] if tokens is None else tokens, sms)
 
+    def counted(
+        self,
+        x: torch.Tensor,
+        wanted: Wanted,
+        sms: Optional[int],
+        tokens: Optional[int],
+        send: Callable[[AllToAll], Any],
+        receive: Callable[[AllToAll, List[int], List[int]], Tuple[Any, Any]],
+    ) -> Counted:
+        """A dispatch that makes larger contexts until all ranks' tokens have room. `send`: the sending half, with
+        counts. `receive`: the output for so many rows, and what else is to be returned."""
+        while True:
+            ep = self.get(x, wanted, sms, tokens)
+            failure: Optional[Error] = None
+            try:
+                sent = send(ep)
+            except Error as error:
+                if not hasattr(error, "sent"):
+                    raise
+                failure, sent = error, error.sent
+            experts, sources = ep.counts(sent)
+            # Notices have rows, too.
+            output, made = receive(ep, experts, sources)
+            handle = ep.dispatch_recv(sent, output)
+            if experts.pop() == 0:
+                return Counted(ep, handle, made, experts, sources, failure)
+            # Some rank has more tokens than this context has room for, which goes before the new one is made.
+            del ep, sent, output, made, handle
+            self.grow(x, sms)
+
     def grow(self, x: torch.Tensor, sms: Optional[int]) -> None:
         """Makes room for the tokens that ranks have now."""
         if self._made is not None:
@@ -65,7 +135,8 @@ class Normal:
         before = 0 if self._made is None else self._made[1]
         if self._made is not None and self._made[0].hidden == wanted.hidden:
             wanted = wanted._replace(
-                choices=max(wanted.choices, self._made[0].choices), fp32=wanted.fp32 or self._made[0].fp32
+                choices=max(wanted.choices, self._made[0].choices), fp32=wanted.fp32 or self._made[0].fp32,
+                words=max(wanted.words, self._made[0].words),
             )
         # With an expert named several times, tokens times choices of a rank are at most 2^20.
         room = _growth.room(self._world, tokens, before, (1 << 20) // wanted.choices)
@@ -76,8 +147,8 @@ class Normal:
         ep = AllToAll(
             self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
-            placement=_growth.placement(experts, ranks), timeout=self._timeout, sms=sms,
-            round_tokens=self._round_tokens if room > self._round_tokens else None,
+            dispatch_payload_words=wanted.words, placement=_growth.placement(experts, ranks), timeout=self._timeout,
+            sms=sms, round_tokens=self._round_tokens if room > self._round_tokens else None,
         )
         self._made = (wanted, room, ep)
         return ep

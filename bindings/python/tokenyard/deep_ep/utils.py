@@ -33,15 +33,23 @@ class EventOverlap:
     `extra_tensors` live as long as this object."""
 
     def __init__(self, event: Optional[EventHandle] = None, extra_tensors: Optional[Tuple[Any, ...]] = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
+        self.event, self.extra_tensors, self._release = event, extra_tensors, False
 
-    def current_stream_wait(self) -> None:
-        """The current stream waits for the event."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """The current stream waits for the event. `release_handle`: this object lets go of it."""
         if self.event is not None:
             self.event.current_stream_wait()
+        if release_handle:
+            self.event = self.extra_tensors = None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This object, for a `with` block after which it lets go of the event."""
+        self._release = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.current_stream_wait()
+        self.current_stream_wait(self._release)
+        self._release = False

@@ -1,0 +1,94 @@
+"""What `Buffer` and `ElasticBuffer` share: ranks, and the streams on which their calls run."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+
+from .._native import World
+from .._worlds import world_of_group
+from .utils import EventHandle, EventOverlap
+
+Event = Optional[Union[EventOverlap, EventHandle]]
+Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+
+
+class Streams:
+    """The communication streams of a buffer, one of each GPU."""
+
+    def __init__(self) -> None:
+        self._made: Dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """That of a GPU."""
+        if device not in self._made:
+            # Some versions of torch have no types there.
+            make: Any = torch.cuda.Stream
+            self._made[device] = make(device, priority=-1)
+        return self._made[device]
+
+    def run(
+        self, inputs: List[torch.Tensor], previous: Event, async_finish: bool, work: Callable[[], Any]
+    ) -> Tuple[Any, EventOverlap]:
+        """Runs work on the communication stream, after `previous` or what the current stream has. Unless it may finish
+        later, the current stream waits for it. `inputs`: the tensors that work reads; those that it returns are
+        noticed."""
+        device = inputs[0].device
+        if device.type != "cuda":
+            return work(), EventOverlap()
+        comm, current = self.of(device), torch.cuda.current_stream(device)
+        handle = previous.event if isinstance(previous, EventOverlap) else previous
+        if handle is not None and handle.event is not None:
+            comm.wait_event(handle.event)
+        else:
+            comm.wait_stream(current)
+        try:
+            with torch.cuda.stream(comm):
+                made = work()
+        except BaseException:
+            # What was enqueued all the same uses tensors that the caller may let go of.
+            current.wait_stream(comm)
+            raise
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            # Memory of the communication stream, which the current one uses.
+            for tensor in _tensors(made):
+                tensor.record_stream(current)
+        if not async_finish:
+            # Memory of the inputs goes to work of the current stream, which is after the call then.
+            current.wait_stream(comm)
+            return made, EventOverlap()
+        if not capturing:
+            for tensor in inputs:
+                tensor.record_stream(comm)
+        return made, EventOverlap(EventHandle(comm), tuple(inputs))
+
+
+def world_of(group: Any, comm: Any) -> World:
+    """The world of a group of torch.distributed or of an MPI communicator; a world as it is."""
+    if isinstance(group, World):
+        return group
+    if group is not None:
+        return world_of_group(group)
+
+    def all_gather(what: str, own: bytes, seconds: float) -> List[bytes]:
+        gathered: List[bytes] = comm.allgather(own)
+        return gathered
+
+    return World.over(comm.Get_rank(), comm.Get_size(), all_gather)
+
+
+def must_divide(experts: int, ranks: int) -> None:
+    """Refuses numbers of experts that ranks cannot share."""
+    if experts <= 0 or experts % ranks != 0:
+        raise ValueError(f"num_experts is {experts}: give a multiple of the {ranks} ranks")
+
+
+def _tensors(made: Any) -> List[torch.Tensor]:
+    """The tensors among results."""
+    if isinstance(made, torch.Tensor):
+        return [made]
+    if isinstance(made, (tuple, list)):
+        return [tensor for member in tuple.__iter__(tuple(made)) for tensor in _tensors(member)]
+    return []
