@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
-BUFFER, CONTEXTS, CONFIG = (f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config"))
+BUFFER, CONTEXTS, CONFIG, HYBRID = (f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_hybrid"))
 ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
 # Tests that are to notice.
-DEEP_EP, OPERATORS, PLAIN = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py"
+DEEP_EP, OPERATORS, PLAIN, PERMUTED = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_hybrid.py"
 
 MUTANTS = [
     ("counts not rounded up", BUFFER, "[-(-rows // alignment) * alignment for rows in experts]", "list(experts)", DEEP_EP),
@@ -43,6 +43,11 @@ MUTANTS = [
     ("a hint without scales", CONFIG, "128 * 8 + 128 * 4 + 128 * 4 + 8", "128 * 8 + 128 * 4 + 8", DEEP_EP),
     ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
      "_sys.modules[name] = deep_ep", DEEP_EP),
+    ("dropped rows not flagged", HYBRID, "torch.full((1,), int(needed > rows)", "torch.full((1,), 0", PERMUTED),
+    ("a token with more choices not noticed", HYBRID, "(number[:, -1] > choices).any()", "(number[:, -1] > experts).any()", PERMUTED),
+    ("probabilities of other ranks' experts added", HYBRID, "torch.where(of_rows >= 0, words.gather(1, place), 0)",
+     "words.gather(1, place)", PERMUTED),
+    ("dropped rows brought by a handle", HYBRID, "_cut(again, routed.rows, rows)", "_cut(again, routed.kept.capacity, rows)", PERMUTED),
     ("the first of equal choices taken for all", OPS, "match &= match.cumsum(1) == nth[:, None] + 1", "pass", OPERATORS),
     ("weights of rows that are none", OPS, " & (local >= 0)[:, None]", "", OPERATORS),
     ("rows of no token not cleared", OPS, "rows = torch.zeros(shape", "rows = torch.ones(shape", OPERATORS),

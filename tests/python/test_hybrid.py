@@ -1,6 +1,7 @@
 """`tokenyard.deep_ep.HybridEPBuffer` against plain definitions: every row, probability and sum of tokens by a map."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -94,8 +95,8 @@ def sums(tokens, rank, x):
     return x[rank].cpu().double() * (tokens.map[rank].cpu() * factors).sum(1, keepdim=True)
 
 
-def made(world, **how):
-    return deep_ep.HybridEPBuffer(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=SMS, **how)
+def made(world, kind=deep_ep.HybridEPBuffer, **how):
+    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=SMS, **how)
 
 
 def check_permuted(tokens, rank, got, align, dtype):
@@ -163,8 +164,8 @@ def test_by_handle_and_backward(ranks):
         back = check_combined(buffer, tokens, rank, handle, places, torch.bfloat16, tokens.x, got[0], grads)
         wanted, all_numbers = torch.zeros(tokens.map[rank].shape), {}
         for other in range(ranks):
-            there = [p for p in tokens.places(other, align)]
-            all_numbers.update({p: float(n + 1 + 1000 * other) for n, p in enumerate(there) if p is not None})
+            there = enumerate(tokens.places(other, align))
+            all_numbers.update({p: float(n + 1 + 1000 * other) for n, p in there if p is not None})
         for (expert, source, token), value in all_numbers.items():
             if source == rank:
                 wanted[token, expert] = value
@@ -190,13 +191,21 @@ def test_by_handle_and_backward(ranks):
     in_threads(DEVICE, ranks, work)
 
 
-@pytest.mark.parametrize("non_blocking", [False, True])
+class NeverWaits(deep_ep.HybridEPBuffer):
+    """Calls with `non_blocking` as on a GPU, where the host knows no counts."""
+
+    @staticmethod
+    def _host_waits(hidden):
+        return False
+
+
+@pytest.mark.parametrize("way", ["waits", "non_blocking", "never_waits"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_that_the_caller_states(ranks, non_blocking):
-    tokens, align = Tokens(ranks), 16
+def test_rows_that_the_caller_states(ranks, way):
+    tokens, align, non_blocking = Tokens(ranks), 16, way != "waits"
 
     def work(world):
-        rank, buffer = world.rank, made(world)
+        rank, buffer = world.rank, made(world, NeverWaits if way == "never_waits" else deep_ep.HybridEPBuffer)
         x, named, probs = tokens.x[rank].bfloat16(), tokens.map[rank], tokens.probs[rank]
         places = tokens.places(rank, align)
         stated = len(places) + 3 * align
@@ -215,6 +224,40 @@ def test_rows_that_the_caller_states(ranks, non_blocking):
                 buffer, tokens, rank, handle, all_places, torch.bfloat16, tokens.x, rows, row_probs
             )
             assert same(back, probs)
+
+    in_threads(DEVICE, ranks, work)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what a rank lacks is an error of a later call on a GPU")
+def test_what_does_not_fit_where_the_host_never_waits():
+    """Ranks that all have more tokens than before make room. A rank with a token of more choices than before, or with
+    more rows than it states, gets an error, and no wrong rows."""
+    ranks = 2
+    small, large = Tokens(ranks, counts=[5, 4], density=0), Tokens(ranks, counts=[200, 200])
+    for named in small.map:
+        named[:] = False
+        named[:, :2] = True
+    more = Tokens(ranks, counts=[5, 4], density=0.9)
+
+    def work(world):
+        rank = world.rank
+
+        def call(buffer, tokens, rows=None):
+            places = tokens.places(rank)
+            return buffer.dispatch_with_permute(
+                hidden=tokens.x[rank].bfloat16(), routing_map=tokens.map[rank], non_blocking=True,
+                num_permuted_tokens=len(places) if rows is None else rows,
+            )
+
+        buffer = made(world, NeverWaits)
+        for tokens in (small, large, small):
+            assert same(call(buffer, tokens)[0], rows_of([x.bfloat16() for x in tokens.x], tokens.places(rank)))
+        with pytest.raises(tokenyard.CapacityError):
+            call(buffer, large, 8)
+        narrow = made(world, NeverWaits)
+        call(narrow, small)
+        with pytest.raises(tokenyard.RoutingError):
+            call(narrow, more)
 
     in_threads(DEVICE, ranks, work)
 
@@ -365,7 +408,8 @@ def test_more_tokens_and_choices_than_before(permutes):
     a notice needs) and of many. No other call gathers anything."""
     ranks = 4
     few = Tokens(ranks, counts=[1, 1, 1, 1], density=0)
-    calls, grows = [few], [1]
+    assert not any(named.any() for named in few.map)
+    calls = [few]
     for counts, rank, named in (
         ([1, 1, 2, 1], 2, 2), ([40, 30, 0, 3], 0, 5), ([140, 0, 3, 1], 0, 5), ([1, 1, 1, 300], 3, 5), ([3, 9, 9, 9], 1, 9)
     ):
@@ -377,10 +421,6 @@ def test_more_tokens_and_choices_than_before(permutes):
         tokens.map[rank][-1, :] = torch.arange(tokens.experts, device=DEVICE) < max(named, 2)
         tokens.probs = [(named / 8 + torch.arange(12, device=DEVICE) / 16) * rows for rows in tokens.map]
         calls.append(tokens)
-        grows.append(1)
-    # The choices of the second call are more than the first one's, but the first's third token names all.
-    few.map = [torch.zeros_like(rows) for rows in few.map]
-    few.probs = [torch.zeros_like(probs) for probs in few.probs]
 
     def work(world):
         rank, buffer = world.rank, made(world)
@@ -453,6 +493,9 @@ def test_errors():
 
 def test_names_of_the_module():
     tokenyard.install_as("deep_ep")
-    from deep_ep import HybridEPBuffer
-
+    try:
+        from deep_ep import HybridEPBuffer
+    finally:
+        for name in ("deep_ep", "deep_ep.utils"):
+            sys.modules.pop(name, None)
     assert HybridEPBuffer is deep_ep.HybridEPBuffer

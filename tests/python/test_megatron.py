@@ -35,9 +35,10 @@ if os.environ.get("TOKENYARD_STRICT") != "1" and not importable():
     pytest.skip("could not import 'megatron.core': install megatron-core", allow_module_level=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("part", ["dispatcher", "layers"])
-@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@pytest.mark.parametrize("backend, part, ranks", [
+    ("deepep", "dispatcher", 2), ("deepep", "dispatcher", 4), ("deepep", "layers", 2), ("deepep", "layers", 4),
+    ("hybridep", "dispatcher", 2), ("hybridep", "dispatcher", 4), ("hybridep", "layers", 2),
+])
 def test_megatron(backend, part, ranks):
     env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -124,25 +125,30 @@ class Tokens:
             self.map[token, named(token)] = True
         self.probs = (0.1 + torch.rand(count, experts, generator=draw)) * self.map
 
-    def drop(self, moe_expert_capacity_factor):
-        """Megatron's dropping of what is beyond the experts' capacity."""
+    def drop(self, moe_expert_capacity_factor, moe_pad_expert_input_to_capacity=False):
+        """Megatron's dropping of what is beyond the experts' capacity, and its filling of what is below."""
         from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
         before = self.map.sum()
         self.probs, self.map = apply_router_token_dropping(
-            self.probs, self.map, TOP_K, moe_expert_capacity_factor
+            self.probs, self.map, TOP_K, moe_expert_capacity_factor, pad_to_capacity=moe_pad_expert_input_to_capacity
         )
-        assert 0 < self.map.sum() < before
+        assert 0 < self.map.sum() < before or (moe_pad_expert_input_to_capacity and self.map.sum(1).max() > TOP_K)
 
 
 def passed(dispatcher, tokens, vectors):
     """Forward and backward through a dispatcher, between whose halves expert e multiplies its rows by `vectors[e]`, and
     by the probabilities: the sums, and the gradients of rows and of probabilities."""
+    import torch
+
     x, probs = tokens.x.clone().requires_grad_(), tokens.probs.clone().requires_grad_()
     sent, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, tokens.map, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(sent, weights)
-    assert int(counts.sum()) == rows.shape[0] == weights.shape[0]
+    further = rows.shape[0] - int(counts.sum())
+    assert further == 0 or (further > 0 and dispatcher.config.moe_expert_rank_capacity_factor is not None)
+    assert rows.shape[0] == weights.shape[0] and (rows[int(counts.sum()) :] == 0).all()
     of_rows = vectors[dispatcher.local_expert_indices].repeat_interleave(counts, 0)
+    of_rows = torch.nn.functional.pad(of_rows, (0, 0, 0, further))
     outputs = (rows.float() * of_rows * weights[:, None]).to(rows.dtype)
     sums = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
     sums.backward(tokens.gradient)
@@ -214,6 +220,11 @@ def dispatcher_part(ranks, backend):
         skewed, limit = some(40, experts // 2 + 2, dtype), {"moe_expert_capacity_factor": 1.0}
         skewed.drop(**limit)
         compare(f"drops, {dtype}", backend, skewed, groups, lambda kind: config_of(kind, ranks, **limit))
+        if backend == "hybridep":
+            filled = limit | {"moe_pad_expert_input_to_capacity": True}
+            skewed.drop(**filled)
+            compare(f"filled, {dtype}", backend, skewed, groups, lambda kind: config_of(kind, ranks, **filled))
+            within_a_budget(some(300, experts, dtype), groups, ranks)
     if ranks < 4:
         return
     # Two ranks have parts of the same experts. Routing is the same on both: gloo gathers pieces of one size alone.
@@ -221,6 +232,32 @@ def dispatcher_part(ranks, backend):
     for dtype in (torch.bfloat16, torch.float32):
         tokens = some(24, experts // 2, dtype, routing=groups.ep.rank(), of=experts // 2)
         compare(f"tensor parallelism, {dtype}", backend, tokens, groups, lambda kind: config_of(kind, ranks, 2))
+
+
+def within_a_budget(tokens, groups, ranks):
+    """Rows of a number that is fixed beforehand, since 0.19: with room for all, and then with too little on each rank."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+
+    config = config_of("hybridep", ranks)
+    if not hasattr(config, "moe_expert_rank_capacity_factor"):
+        return
+    compare("a budget", "hybridep", tokens, groups, lambda kind: with_budget(config_of(kind, ranks), 2.0 * ranks))
+    first = groups.ep.rank() * EXPERTS_OF_RANK
+    local = list(range(first, first + EXPERTS_OF_RANK))
+    for factor, over in ((2.0 * ranks, False), (0.3, True)):
+        dispatcher = MoEFlexTokenDispatcher(EXPERTS_OF_RANK, local, with_budget(config, factor), groups)
+        x = tokens.x.clone()
+        sent, weights = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, tokens.map, tokens.probs))
+        rows, counts, _ = dispatcher.dispatch_postprocess(sent, weights)
+        assert int(counts.sum()) <= rows.shape[0] and bool(dispatcher.check_over_budget()) == over
+        dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+
+
+def with_budget(config, factor):
+    """The factor is set afterwards, as configurations demand Transformer Engine for it."""
+    if config.moe_token_dispatcher_type == "flex":
+        config.moe_expert_rank_capacity_factor, config.use_transformer_engine_op_fuser = factor, True
+    return config
 
 
 def trained(kind, ranks, steps=20, **how):
@@ -263,7 +300,8 @@ def trained(kind, ranks, steps=20, **how):
 def layers_part(ranks, backend):
     """Whole layers, trained: with each dispatcher the same losses."""
     # Drops are tested on two ranks alone, to save time.
-    for how in ({}, {"moe_expert_capacity_factor": 1.0}) if ranks == 2 else ({},):
+    limit = {"moe_expert_capacity_factor": 1.0} | ({"moe_pad_expert_input_to_capacity": True} if backend == "hybridep" else {})
+    for how in ({}, limit) if ranks == 2 else ({},):
         wanted, found = trained("alltoall", ranks, **how), trained(backend, ranks, **how)
         assert wanted[-1] < 0.5 * wanted[0], f"the layers learn little: {wanted}"
         off = max(abs(one - other) for one, other in zip(found, wanted))

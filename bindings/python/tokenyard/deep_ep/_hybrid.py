@@ -157,7 +157,7 @@ class HybridEPBuffer:
             given = _Input(hidden, scaling_factor)
             routing_map, probs = _map_of(hidden, routing_map, probs, topk_idx, topk_weights, num_of_experts)
             call = _Call(self, given, routing_map, probs, num_of_experts_per_rank)
-            if non_blocking and rows is not None and hidden.is_cuda:
+            if non_blocking and rows is not None and not self._host_waits(hidden):
                 return call.unwaited(rows, align)
             return call.permuted(rows, align)
 
@@ -208,6 +208,11 @@ class HybridEPBuffer:
         return self._combine(hidden, probs, _routed(handle, permuted=False))
 
     # Inside
+
+    @staticmethod
+    def _host_waits(hidden: torch.Tensor) -> bool:
+        """Whether calls are done when they return, with `non_blocking` as without."""
+        return not hidden.is_cuda
 
     def _combine(
         self, hidden: torch.Tensor, probs: Optional[torch.Tensor], routed: _Routed
