@@ -20,6 +20,8 @@ HIDDEN, LOCAL = 256, 3
 # "cuda": all ranks share a GPU, each with streams of its own and a part of the multiprocessors.
 DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
 SMS = 16
+# Ranks learn soon that another one failed.
+deep_ep.HybridEPBuffer.timeout_seconds = 15.0
 
 
 class Tokens:
@@ -114,7 +116,8 @@ def check_permuted(tokens, rank, got, align, dtype):
 
 def check_combined(buffer, tokens, rank, handle, places, dtype, x, rows, probs=None):
     """Experts multiply rows by their factors, and combine brings sums and, of `probs`, what belongs to each choice."""
-    of_row = torch.tensor([0.0 if p is None else factor(p[0]) for p in places], device=DEVICE)
+    # What is in padding has no effect.
+    of_row = torch.tensor([float("nan") if p is None else factor(p[0]) for p in places], device=DEVICE)
     outputs = (rows.float() * of_row[:, None]).to(dtype)
     out, back = buffer.combine_with_unpermute(hidden=outputs, probs=probs, handle=handle)
     settle(DEVICE)
@@ -480,6 +483,7 @@ def test_errors():
         refused(ValueError, "give float32 of", combined, hidden=rows, probs=row_probs[:-1], handle=handle)
         refused(ValueError, "handle is of the other dispatch", buffer.combine, hidden=rows, handle=handle)
         refused(ValueError, f"give float32 [{count}, 6]", permuted, hidden=x, probs=probs[:, :3], handle=handle)
+        refused(ValueError, f"give the {count} of the handle's", permuted, hidden=x.new_zeros(count + 1, HIDDEN), handle=handle)
         # More choices than any context has, on one rank: all ranks learn of it, and go on.
         wide = torch.zeros((2, 40), dtype=torch.bool, device=DEVICE)
         wide[:, : 40 if rank == 1 else 2] = True

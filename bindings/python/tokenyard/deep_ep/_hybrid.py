@@ -73,7 +73,7 @@ class HybridEPBuffer:
     timeout_seconds: float = 100.0
     """After how long a call gives up waiting for another rank."""
     round_tokens: int = 16384
-    """Tokens of a rank in a round: where a rank may have more, calls go in several rounds, and memory is that of one."""
+    """Tokens of a rank in a round. Calls go in several rounds where a rank may have more; memory is that of one."""
 
     def __init__(
         self,
@@ -135,9 +135,10 @@ class HybridEPBuffer:
         and `probs` fp32 `[tokens, experts]`; or `topk_idx`, -1 for none, and `topk_weights` `[tokens, top_k]`. By
         `handle` new rows, and probabilities if they are given, go to the places of that dispatch.
 
-        There are `num_permuted_tokens` rows, of which further ones are zeros and missing ones are dropped; without it as
-        many as come. The host waits for counts, which are on the CPU, unless `non_blocking` is set and rows are on a
-        GPU. Then rows that do not fit are all lost, and a later call raises `tokenyard.CapacityError`."""
+        There are as many rows as come, or `num_permuted_tokens`: then further rows are zeros, and `handle[-1]` is 1 if
+        the last rows were dropped because more came. The host waits for counts, unless `non_blocking` is set and rows
+        are on a GPU. Then all rows of a rank are lost if they do not fit, and a later call raises
+        `tokenyard.CapacityError`."""
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         align = pad_multiple or 1
@@ -172,8 +173,8 @@ class HybridEPBuffer:
         num_dispatched_tokens: Optional[int] = None,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """The sums `[tokens, hidden]` of the rows of each token, without weights, and `probs` fp32 `[rows]` as
-        `[tokens, experts]`, 0 where a token does not go. Sums are fp32, rounded once. `handle`: of
-        `dispatch_with_permute`."""
+        `[tokens, experts]`, 0 where a token does not go. Sums are fp32; each rank's part and the sum are rounded once.
+        `handle`: of `dispatch_with_permute`."""
         return self._combine(hidden, probs, _routed(handle, permuted=True))
 
     def dispatch(
@@ -203,8 +204,8 @@ class HybridEPBuffer:
     def combine(
         self, hidden: torch.Tensor, probs: Optional[torch.Tensor] = None, handle: Optional[Tuple[Any, ...]] = None
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """The sums `[tokens, hidden]` of the rows of each token over ranks, and `probs` fp32 `[rows, experts]`, of which
-        this rank's experts count, as `[tokens, experts]`. `handle`: of `dispatch`."""
+        """The sums `[tokens, hidden]` of the rows of each token over ranks, and `probs` as fp32 `[tokens, experts]`.
+        `probs` is given as fp32 `[rows, experts]`, of which this rank's experts count. `handle`: of `dispatch`."""
         return self._combine(hidden, probs, _routed(handle, permuted=False))
 
     # Inside
@@ -447,6 +448,8 @@ class _Call:
 def _again(routed: _Routed, given: _Input, probs: Optional[torch.Tensor]) -> _Tensors:
     """New rows of an earlier dispatch's tokens, in its layout."""
     kept, x, scales = routed.kept, given.x, given.scales
+    if x.shape[0] != kept.tokens:
+        raise ValueError(f"hidden has {x.shape[0]} tokens: give the {kept.tokens} of the handle's dispatch")
     rows = torch.empty((kept.capacity, x.shape[1]), dtype=x.dtype, device=x.device)
     row_scales = None if scales is None else scales.new_empty((kept.capacity, scales.shape[1]))
     _clear(rows, row_scales)
@@ -519,8 +522,8 @@ def _map_of(
         probs = _probs_of(topk_idx, topk_weights, None, experts)
     tokens = hidden.shape[0]
     if routing_map.dtype != torch.bool or routing_map.dim() != 2 or routing_map.shape[0] != tokens:
-        shape = list(routing_map.shape)
-        raise ValueError(f"routing_map is {routing_map.dtype} {shape}: give bool [{tokens}, experts], as hidden has rows")
+        found = f"routing_map is {routing_map.dtype} {list(routing_map.shape)}"
+        raise ValueError(f"{found}: give bool [{tokens}, experts], as hidden has rows")
     if probs is not None:
         _check_probs(probs, list(routing_map.shape))
     return routing_map, probs
