@@ -451,6 +451,33 @@ def test_more_tokens_and_choices_than_before(permutes):
     in_threads(DEVICE, ranks, work)
 
 
+def test_in_rounds():
+    """Calls of more tokens than a round has."""
+
+    class InRounds(deep_ep.HybridEPBuffer):
+        round_tokens = 64
+
+    tokens, ranks, align = Tokens(2, counts=[200, 90]), 2, 16
+
+    def work(world):
+        rank, buffer = world.rank, made(world, InRounds)
+        given = dict(hidden=tokens.x[rank].bfloat16(), routing_map=tokens.map[rank], probs=tokens.probs[rank])
+        got = buffer.dispatch_with_permute(**given, pad_multiple=align)
+        assert buffer._made.ep.rounds > 1
+        check_permuted(tokens, rank, got, align, torch.bfloat16)
+        places = tokens.places(rank, align)
+        back = check_combined(buffer, tokens, rank, got[4], places, torch.bfloat16, tokens.x, got[0], got[1])
+        assert same(back, tokens.probs[rank])
+        again = buffer.dispatch_with_permute(hidden=given["hidden"], probs=given["probs"], handle=got[4])
+        assert same(again[0], got[0]) and same(again[1], got[1])
+        rows, probs, _, handle = buffer.dispatch(**given)
+        settle(DEVICE)
+        assert same(rows, rows_of([x.bfloat16() for x in tokens.x], tokens.received(rank)))
+        assert same(buffer.combine(rows, probs, handle)[1], tokens.probs[rank])
+
+    in_threads(DEVICE, ranks, work)
+
+
 def test_errors():
     def work(world):
         rank, buffer = world.rank, made(world)
