@@ -408,13 +408,14 @@ def test_by_choices():
 @pytest.mark.parametrize("permutes", [True, False])
 def test_more_tokens_and_choices_than_before(permutes):
     """Each call has more than the one before, on another rank each time: of tokens, of choices of few tokens (fewer than
-    a notice needs) and of many. No other call gathers anything."""
+    a notice needs) and of many. Later contexts have room for what earlier ones had, and no further call makes one."""
     ranks = 4
     few = Tokens(ranks, counts=[1, 1, 1, 1], density=0)
     assert not any(named.any() for named in few.map)
     calls = [few]
     for counts, rank, named in (
-        ([1, 1, 2, 1], 2, 2), ([40, 30, 0, 3], 0, 5), ([140, 0, 3, 1], 0, 5), ([1, 1, 1, 300], 3, 5), ([3, 9, 9, 9], 1, 9)
+        ([1, 1, 2, 1], 2, 2), ([40, 30, 0, 3], 0, 5), ([140, 0, 3, 1], 0, 5), ([1, 1, 1, 300], 3, 5), ([3, 9, 9, 9], 1, 9),
+        ([1, 520, 1, 1], 1, 2),
     ):
         tokens = Tokens(ranks, counts=counts, density=0)
         for rows, probs in zip(tokens.map, tokens.probs):
@@ -445,8 +446,8 @@ def test_more_tokens_and_choices_than_before(permutes):
             assert same(back, tokens.probs[rank])
             contexts.append(buffer._made.ep)
         changes = [one is not other for one, other in zip(contexts, contexts[1:])]
-        assert changes == [True, True, True, True, True] + [False] * 6, changes
-        assert contexts[-1].top_k == 9 and contexts[-1].format.max_tokens == 512
+        assert changes == [True] * 6 + [False] * 7, changes
+        assert contexts[-1].top_k == 9 and contexts[-1].format.max_tokens == 1024
 
     in_threads(DEVICE, ranks, work)
 
