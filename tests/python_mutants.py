@@ -23,13 +23,14 @@ PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
 SGLANG = f"{PACKAGE}/integrations/sglang.py"
-BUFFER, CONTEXTS, CONFIG, ELASTIC, ELASTIC_CALLS = (
-    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_elastic", "_elastic_calls")
+BUFFER, CONTEXTS, CONFIG, HYBRID, ELASTIC, ELASTIC_CALLS = (
+    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_hybrid", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
 ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
+PERMUTED = "test_hybrid.py"
 
 MUTANTS = [
     ("counts not rounded up", BUFFER, "[-(-rows // alignment) * alignment for rows in experts]", "list(experts)", DEEP_EP),
@@ -67,6 +68,11 @@ MUTANTS = [
     ("the first of equal choices taken for all", CHOICES, "match & (match.cumsum(1) == nth[:, None] + 1)", "match",
      OPERATORS),
     ("weights of rows that are none", CHOICES, " & (local >= 0)[:, None]", "", OPERATORS),
+    ("dropped rows not flagged", HYBRID, "torch.full((1,), int(needed > rows)", "torch.full((1,), 0", PERMUTED),
+    ("a token with more choices not noticed", HYBRID, "(number[:, -1] > choices).any()", "(number[:, -1] > experts).any()", PERMUTED),
+    ("probabilities of other ranks' experts added", HYBRID, "torch.where(of_rows >= 0, words.gather(1, place), 0)",
+     "words.gather(1, place)", PERMUTED),
+    ("dropped rows brought by a handle", HYBRID, "_cut(again, routed.rows, rows)", "_cut(again, routed.kept.capacity, rows)", PERMUTED),
     ("rows of no token not cleared", OPS, "rows = torch.zeros(shape", "rows = torch.ones(shape", OPERATORS),
     ("gradients through weights that are lost", OPS, 'if kept.value.format.weights == "none" or (', "if True or (", OPERATORS),
     ("lost gradients not refused", OPS, "if torch.is_grad_enabled() and any(", "if False and any(", OPERATORS),

@@ -22,8 +22,18 @@ def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
 
     `before`: what there is room for already. `limit`: up to which the number is rounded.
     """
-    most = max(int(others) for others in world.all_gather(str(tokens).encode()))
-    return max(_LEAST, before, most, min(1 << max(most - 1, 0).bit_length(), limit))
+    return max(before, rounded(most(world, tokens)[0], limit))
+
+
+def most(world: World, *numbers: int) -> List[int]:
+    """The largest of each number among all ranks. Collective."""
+    gathered = world.all_gather(" ".join(map(str, numbers)).encode())
+    return [max(of_ranks) for of_ranks in zip(*([int(word) for word in others.split()] for others in gathered))]
+
+
+def rounded(tokens: int, limit: int = 1 << 20) -> int:
+    """Tokens for which a context is made where ranks have so many. `limit`: up to which the number is rounded."""
+    return max(_LEAST, tokens, min(1 << max(tokens - 1, 0).bit_length(), limit))
 
 
 def placement(experts: int, ranks: int) -> List[int]:

@@ -1,5 +1,5 @@
-"""DeepEP's interface over tokenyard, `deep_ep.Buffer` (version 1) and `deep_ep.ElasticBuffer` (version 2): engines that
-import `deep_ep` run unchanged, on GPUs and on CPU tensors.
+"""DeepEP's interfaces over tokenyard: `deep_ep.Buffer` (version 1), `deep_ep.ElasticBuffer` (version 2), and HybridEP's
+`deep_ep.HybridEPBuffer`. Engines that import `deep_ep` run unchanged, on GPUs and on CPU tensors.
 
     import tokenyard
     tokenyard.install_as("deep_ep")      # before the engine imports deep_ep
@@ -12,9 +12,12 @@ import torch
 from ._buffer import Buffer
 from ._config import Config
 from ._elastic import ElasticBuffer, EPHandle
+from ._hybrid import HybridEPBuffer
 from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 """The type of experts' numbers that DeepEP asks for; int32 is taken as well."""
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = [
+    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "HybridEPBuffer", "topk_idx_t",
+]
