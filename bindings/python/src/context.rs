@@ -589,8 +589,8 @@ impl Context {
         if self.on_cpu() { self.call.hold(py).map(Some) } else { Ok(None) }
     }
 
-    /// The open context, the stream of a call, and what it holds until its wait ends. Before addresses of arrays are taken: other threads
-    /// run in the wait for it, and may give tensors other memory.
+    /// The open context, the stream of a call, and what it holds until its wait ends. Before addresses of arrays are
+    /// taken: other threads run in the wait for it, and may give tensors other memory.
     fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Open, Stream, Option<Held<'_>>)> {
         let held = self.hold(py)?;
         let ep = self.ep.get(py)?;

@@ -288,9 +288,9 @@ class Buffer:
         fp8 with scales whose last two dimensions are column-major (fp32, or with `use_ue8m0` packed int32; with
         `round_scale` powers of two), rows of each expert int32 `[local experts]`, handle, event and hook.
 
-        With `return_recv_hook` rows are there after `hook()`, and counts, too. An error of a dispatch that took place, such
-        as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are added to: rows of each
-        local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
+        With `return_recv_hook` rows are there after `hook()`, and counts, too. An error of a dispatch that took place,
+        such as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are
+        added to: rows of each local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
         if use_nvfp4 or x_global_scale is not None:
             raise NotImplementedError("use_nvfp4 and x_global_scale: there are no nvfp4 rows; use fp8 or bf16 rows")
         if use_ue8m0 and not (use_fp8 and round_scale):
