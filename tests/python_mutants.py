@@ -23,11 +23,13 @@ PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
 SGLANG = f"{PACKAGE}/integrations/sglang.py"
-BUFFER, CONTEXTS, CONFIG, HYBRID, ELASTIC, ELASTIC_CALLS = (
-    f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config", "_hybrid", "_elastic", "_elastic_calls")
+BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
+    f"{PACKAGE}/deep_ep/{name}.py"
+    for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
-ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
+ERRORS = f"{PACKAGE}/_errors.py"
+ARRAYS, ARGUMENTS, CONTEXT, WORLDS = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds"))
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 PERMUTED = "test_hybrid.py"
@@ -82,11 +84,22 @@ MUTANTS = [
     ("strides of scales exchanged", ARGUMENTS, "call.view(&scales)?, token_bytes, word_bytes", "call.view(&scales)?, word_bytes, token_bytes",
      DEEP_EP),
     ("a payload left behind", ARGUMENTS, "    Ok((to.payload(payload), tokens))\n", "    let _ = payload;\n    Ok((to, tokens))\n", OPERATORS),
-    ("calls not waited for", CONTEXT, "errors::wait(py, || self.stream.synchronize(self.patience))", "Ok::<(), PyErr>(())", PLAIN),
+    ("calls not waited for", CONTEXT, "errors::wait(py, || ep.stream.synchronize(self.patience))", "Ok::<(), PyErr>(())", PLAIN),
     ("gaps between rows not seen", ARRAYS, "Ok((self.len() > 1).then_some(rows_apart))", "Ok(Some(rows_apart).filter(|_| false))", PLAIN),
     ("sums written over what was there", CONTEXT, ".accumulate(accumulate)", ".accumulate(accumulate && false)", DEEP_EP),
     ("new rows in the context's format", CONTEXT, "format.unwrap_or(&handle.format)", "format.unwrap_or(&self.format)",
      PLAIN),
+    ("masks of numbers taken for experts", CHECKS, "(tokens, ranks), (torch.bool,)", "(tokens, ranks)", "test_deep_ep_refused.py"),
+    ("sums that no hook can write", CHECKS, "    shaped(\"out\", given, shape, _ROWS)\n", "", "test_deep_ep_refused.py"),
+    ("a hook without its results", BUFFER, "error.dispatched = results(error.sent)", "pass", "test_deep_ep_refused.py"),
+    ("writes that backward does not see", OPS, "            count(tensor)", "            pass", "test_ops_refused.py"),
+    ("weights of choices that a call lacks left out", OPS, "torch.nn.functional.pad(topk_weights.float(), room)",
+     "topk_weights.float()", "test_ops_refused.py"),
+    ("a refused dispatch sent", CALLS, "        must_lie(layout, align)\n        also = _further(also)\n        try:", "        try:",
+     "test_ops_refused.py"),
+    ("handles in pickled exceptions", ERRORS, " if name not in _MADE", "", "test_close.py"),
+    ("an all-gather that gc cannot see", WORLDS, "map_or(Ok(()), |all_gather| visit.call(&*all_gather))",
+     "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 

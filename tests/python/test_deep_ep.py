@@ -518,7 +518,7 @@ def test_what_is_refused():
                 buffer.low_latency_dispatch(x, ids, 8, EXPERTS, **{argument: torch.ones(())})
         with pytest.raises(ValueError, match="use_ue8m0 is set: set use_fp8 and round_scale"):
             buffer.low_latency_dispatch(x, ids, 8, EXPERTS, use_ue8m0=True)
-        with pytest.raises(TypeError, match="x is torch.float32: give bf16 rows"):
+        with pytest.raises(TypeError, match="x is torch.float32: give torch.bfloat16"):
             buffer.low_latency_dispatch(x.float(), ids, 8, EXPERTS)
         _, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, EXPERTS, return_recv_hook=True)
         back = torch.zeros(EXPERTS, 8, HIDDEN, device=DEVICE).bfloat16()
@@ -538,7 +538,7 @@ def test_what_is_refused():
             buffer.get_dispatch_layout(ids, 0)
         with pytest.raises(ValueError, match="is_token_in_rank or num_tokens_per_expert is missing"):
             buffer.dispatch(x, topk_idx=ids)
-        with pytest.raises(tokenyard.ArgumentError, match="tokens"):
+        with pytest.raises(ValueError, match="num_max_dispatch_tokens_per_rank is 2, and x has 4 tokens"):
             buffer.low_latency_dispatch(x, ids, 2, EXPERTS)
         buffer.destroy()
         with pytest.raises(RuntimeError, match="this Buffer was destroyed"):

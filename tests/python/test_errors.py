@@ -47,7 +47,7 @@ def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
         (ValueError, "timeout is -1e0", lambda: alone(timeout=-1.0)),
         (tokenyard.ConfigError, "top_k is 0", lambda: alone(top_k=0)),
         (TypeError, "unexpected keyword", lambda: alone(hiden=3)),
-        (OverflowError, "", lambda: alone(hidden=-1)),
+        (ValueError, "hidden is -1: give 0 or more", lambda: alone(hidden=-1)),
     ]
     handle = ep.dispatch_into(output, x, ids, weights)
     for kind, text, call in wrong:

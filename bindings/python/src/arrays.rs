@@ -184,9 +184,19 @@ impl Array {
             return Err(PyTypeError::new_err(format!("{name} has the layout {layout}: give a dense tensor")));
         }
         must_not_be_negative(name, tensor)?;
-        let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
-        let mut strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let asked = || -> PyResult<(u64, Vec<usize>, Vec<usize>)> {
+            let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
+            Ok((pointer, shape, tensor.call_method0(intern!(py, "stride"))?.extract()?))
+        };
+        let (pointer, shape, mut strides) = asked().map_err(|why| {
+            let raised = PyTypeError::new_err(format!(
+                "{name} is a tensor without one memory, as in vmap, in transforms of torch.func and of nested tensors: \
+                 give a plain tensor, or a detached one"
+            ));
+            raised.set_cause(py, Some(why));
+            raised
+        })?;
         strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
         Ok(Array { name, owner: tensor.clone().unbind(), capsule: None, pointer, shape, strides, element, place })
     }
@@ -365,6 +375,13 @@ impl Array {
             let end = last.and_then(|last| last.checked_add(self.element.bytes()));
             end.ok_or_else(|| PyValueError::new_err(format!("{} is larger than memory", self.name)))?
         };
+        if self.pointer == 0 && bytes > 0 {
+            return Err(PyValueError::new_err(format!(
+                "{} has no memory, as a fake tensor or one whose storage was freed, and {bytes} bytes are needed: give \
+                 an array that has",
+                self.name
+            )));
+        }
         // SAFETY: the array holds these bytes as long as its object lives. Calls of the CPU device keep the object
         // until they have ended (context.rs, `finished`); GPU libraries free memory in the order of the stream's
         // work. That nothing else writes meanwhile is the caller's promise, as for any library that takes arrays.

@@ -2,7 +2,7 @@
 
 use super::arrays::{Array, Element};
 use super::calls::{self, Call, Given, Output};
-use super::detached::Detached;
+use super::detached::{Closable, Detached};
 use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
@@ -13,7 +13,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{PyClass, PyClassInitializer};
 use std::cell::RefCell;
-use std::sync::{Mutex, PoisonError};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokenyard::{
     CallFormat, Combined, Device, DeviceKind, Dtype, MissingRanks, Rank, Rows, Stream, TokenPayload, View,
@@ -25,10 +26,10 @@ use tokenyard::{
 /// enqueue work on `stream`, an address of a `cudaStream_t`, and return; `check` raises what calls found since.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Context {
-    ep: Detached<tokenyard::AllToAll>,
-    device: Device,
-    /// Of the CPU device; a GPU's calls go to the caller's.
-    stream: Stream,
+    ep: Closable<Inside>,
+    on_cpu: bool,
+    /// The GPU's number.
+    ordinal: Option<usize>,
     /// Held from a call to the end of its wait, so that a thread gets the errors of its own calls.
     call: Exclusive,
     /// What calls use whose wait ended before they did.
@@ -37,9 +38,27 @@ pub(super) struct Context {
     patience: Duration,
     top_k: usize,
     ranks: usize,
+    first_ranks: usize,
+    rounds: usize,
     /// Of calls that do not state one.
     format: Format,
     local_experts: Vec<u32>,
+}
+
+/// What goes when a context is closed.
+struct Inside {
+    ep: tokenyard::AllToAll,
+    device: Device,
+    /// Of the CPU device; a GPU's calls go to the caller's.
+    stream: Stream,
+}
+
+impl Deref for Inside {
+    type Target = tokenyard::AllToAll;
+
+    fn deref(&self) -> &tokenyard::AllToAll {
+        &self.ep
+    }
 }
 
 /// A received dispatch: what combine needs to return the rows. It may be combined several times, or never.
@@ -135,9 +154,10 @@ impl Context {
         proxy: Option<&Proxy>,
     ) -> PyResult<Context> {
         let timeout = duration("timeout", timeout)?;
-        let device = device_of(py, device, world.inner.local_rank())?;
+        let of = world.inner.get(py)?;
+        let device = device_of(py, device, of.local_rank())?;
         let (own, partial) = (&format.inner, calls::partial(partial)?);
-        let mut builder = tokenyard::AllToAll::builder(&world.inner)
+        let mut builder = tokenyard::AllToAll::builder(&of)
             .device(device.clone())
             .hidden(own.hidden)
             .experts(experts)
@@ -160,25 +180,40 @@ impl Context {
             builder = builder.sms(sms);
         }
         if let Some(proxy) = proxy {
-            proxy.inner.must_be_of_this_process("proxy")?;
-            builder = builder.proxy(&proxy.inner);
+            let proxy = proxy.inner.get(py)?;
+            builder = builder.proxy(&proxy);
         }
         if let Some(table) = placement {
-            let placement = tokenyard::Placement::table(table, world.inner.size());
+            let placement = tokenyard::Placement::table(table, of.size());
             builder = builder.placement(placement.map_err(|error| errors::raised(py, &error))?);
         }
         let missing = calls::missing_ranks(missing_ranks)?;
-        let ep = errors::wait(py, || builder.missing_ranks(missing).build())?;
+        let ep = world.wait(py, || builder.missing_ranks(missing).build())?;
         let stream = device.new_stream().map_err(|error| errors::raised(py, &error))?;
-        let own = world.inner.original(world.inner.rank()).index();
+        let own = of.original(of.rank()).index();
         let local_experts = ep.placement().local_experts(own).to_vec();
         // Ranks that wait for each other show signs of life, and then count as missing after eight deadlines.
         let deadlines = if missing == MissingRanks::Fatal { 2 } else { 20 };
         let patience = timeout.saturating_mul(deadlines).saturating_add(Duration::from_secs(1));
-        let ranks = world.inner.size();
-        let (ep, call, in_use) = (Detached::new(ep), Exclusive::default(), Mutex::default());
+        let (ranks, first_ranks, rounds) = (of.size(), ep.placement().ranks(), ep.rounds());
+        let (on_cpu, ordinal) = (device.kind() == DeviceKind::Cpu, device.ordinal());
+        let (ep, call, in_use) =
+            (Closable::new("context", Inside { ep, device, stream }), Exclusive::default(), Mutex::default());
         let format = format.clone();
-        Ok(Context { ep, device, stream, call, in_use, patience, top_k, ranks, format, local_experts })
+        Ok(Context {
+            ep,
+            on_cpu,
+            ordinal,
+            call,
+            in_use,
+            patience,
+            top_k,
+            ranks,
+            first_ranks,
+            rounds,
+            format,
+            local_experts,
+        })
     }
 
     /// The format of calls that do not state one.
@@ -190,7 +225,7 @@ impl Context {
     /// In how many rounds each call goes.
     #[getter]
     fn rounds(&self) -> usize {
-        self.ep.rounds()
+        self.rounds
     }
 
     /// Numbers of the experts of this rank, in the order of outputs.
@@ -202,7 +237,7 @@ impl Context {
     /// Whether calls run on the CPU device.
     #[getter]
     fn on_cpu(&self) -> bool {
-        self.device.kind() == DeviceKind::Cpu
+        self.on_cpu
     }
 
     /// Sends the rows of this rank's tokens to the ranks of their experts, and receives those for its own experts.
@@ -224,16 +259,16 @@ impl Context {
         format: Option<&Format>,
         stream: u64,
     ) -> PyResult<Handle> {
-        let (stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, format.unwrap_or(&self.format));
+        let (ep, stream, _held) = self.begin(py, stream)?;
+        let call = self.call_of(py, &ep, format.unwrap_or(&self.format));
         let given = Given { x, topk_idx, topk_weights, scales, count, payload };
         let (tokens, room) = calls::tokens(&call, &given)?;
         let out = output.get().of(&call, words_of(&tokens.payload))?;
-        let inner = self.enqueued(py, || self.ep.dispatch(&stream, &tokens, &out))?;
+        let inner = self.enqueued(py, || ep.dispatch(&stream, &tokens, &out))?;
         let places = output.get().places().to_vec();
         let handle = Handle { inner, tokens: room, format: call.format.clone(), places };
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload, Some(output.as_any())];
-        match self.finished(&call, arrays) {
+        match self.finished(&ep, &call, arrays) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
             Err(raised) => Err(with(py, raised, "handle", handle)),
@@ -259,19 +294,19 @@ impl Context {
         counts: bool,
         stream: u64,
     ) -> PyResult<Sent> {
-        let (stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, format.unwrap_or(&self.format));
+        let (ep, stream, _held) = self.begin(py, stream)?;
+        let call = self.call_of(py, &ep, format.unwrap_or(&self.format));
         let given = Given { x, topk_idx, topk_weights, scales, count, payload };
         let (tokens, room) = calls::tokens(&call, &given)?;
         let send = || match counts {
-            true => self.ep.dispatch_send_counts(&stream, &tokens),
-            false => self.ep.dispatch_send(&stream, &tokens),
+            true => ep.dispatch_send_counts(&stream, &tokens),
+            false => ep.dispatch_send(&stream, &tokens),
         };
         let sent = self.enqueued(py, send)?;
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload];
         let (words, format) = (words_of(&tokens.payload), call.format.clone());
         let sent = Sent { inner: Mutex::new(Some(sent)), tokens: room, words, format, _arrays: kept(&call, arrays) };
-        match self.finished(&call, arrays) {
+        match self.finished(&ep, &call, arrays) {
             Ok(()) => Ok(sent),
             // It is to be received, as on the other ranks.
             Err(raised) => Err(with(py, raised, "sent", sent)),
@@ -283,9 +318,10 @@ impl Context {
     fn counts(&self, py: Python<'_>, sent: &Sent, seconds: f64) -> PyResult<(Vec<usize>, Vec<usize>)> {
         let seconds = duration("seconds", seconds)?;
         let _held = self.hold(py)?;
+        let ep = self.ep.get(py)?;
         // Not under the mutex: another thread that wants it may hold the interpreter's lock.
         let given = taken(&sent.inner, "sent")?;
-        let found = errors::wait(py, || self.ep.counts(&given, seconds));
+        let found = errors::wait(py, || ep.counts(&given, seconds));
         *sent.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(given);
         found.map(|counts| (counts.experts, counts.sources))
     }
@@ -313,13 +349,13 @@ impl Context {
         format: Option<&Format>,
         stream: u64,
     ) -> PyResult<()> {
-        let (stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, format.unwrap_or(&handle.format));
+        let (ep, stream, _held) = self.begin(py, stream)?;
+        let call = self.call_of(py, &ep, format.unwrap_or(&handle.format));
         let tokens = calls::new_rows(&call, x, scales, count, payload)?;
         let (places, words) = (&handle.places, words_of(&tokens.payload));
         let placed = calls::placed(&call, rows, row_scales, column_major, row_payload, places, words)?;
-        self.enqueued(py, || self.ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
-        self.finished(&call, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
+        self.enqueued(py, || ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
+        self.finished(&ep, &call, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
     }
 
     /// The receiving half.
@@ -331,19 +367,19 @@ impl Context {
         output: &Bound<'_, Output>,
         stream: u64,
     ) -> PyResult<Handle> {
-        let (stream, _held) = self.begin(py, stream)?;
+        let (ep, stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let call = self.call_of(py, &half.format);
+        let call = self.call_of(py, &ep, &half.format);
         let out = output.get().of(&call, half.words)?;
         let given = taken(&half.inner, "sent")?;
-        let outcome = py.detach(|| self.ep.dispatch_recv(&stream, given, &out));
+        let outcome = py.detach(|| ep.dispatch_recv(&stream, given, &out));
         let inner = outcome.map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
         let places = output.get().places().to_vec();
         let handle = Handle { inner, tokens: half.tokens, format: half.format.clone(), places };
-        match self.finished(&call, [Some(output.as_any()), Some(sent.as_any())]) {
+        match self.finished(&ep, &call, [Some(output.as_any()), Some(sent.as_any())]) {
             Ok(()) => Ok(handle),
             Err(raised) => Err(with(py, raised, "handle", handle)),
         }
@@ -372,8 +408,8 @@ impl Context {
         wait_times: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
-        let (stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &handle.format);
+        let (ep, stream, _held) = self.begin(py, stream)?;
+        let call = self.call_of(py, &ep, &handle.format);
         let (mut from, places) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
         let mut to = self.sums(&call, out, accumulate, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
@@ -382,8 +418,8 @@ impl Context {
         } else if payload.is_some() || payload_out.is_some() {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
-        self.enqueued(py, || self.ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(&call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
+        self.enqueued(py, || ep.combine(&stream, &handle.inner, &from, &to))?;
+        self.finished(&ep, &call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
     }
 
     /// The sending half of a combine.
@@ -397,14 +433,14 @@ impl Context {
         dtype: Option<&str>,
         stream: u64,
     ) -> PyResult<CombineSent> {
-        let (stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &handle.format);
+        let (ep, stream, _held) = self.begin(py, stream)?;
+        let call = self.call_of(py, &ep, &handle.format);
         let (from, _) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
-        let sent = self.enqueued(py, || self.ep.combine_send(&stream, &handle.inner, &from))?;
+        let sent = self.enqueued(py, || ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let format = handle.format.clone();
         let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(&call, arrays) };
-        match self.finished(&call, arrays) {
+        match self.finished(&ep, &call, arrays) {
             Ok(()) => Ok(sent),
             Err(raised) => Err(with(py, raised, "sent", sent)),
         }
@@ -421,48 +457,63 @@ impl Context {
         wait_times: Option<&Bound<'_, PyAny>>,
         stream: u64,
     ) -> PyResult<()> {
-        let (stream, _held) = self.begin(py, stream)?;
+        let (ep, stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let call = self.call_of(py, &half.format);
+        let call = self.call_of(py, &ep, &half.format);
         let to = self.sums(&call, out, accumulate, wait_times)?;
         let given = taken(&half.inner, "sent")?;
-        py.detach(|| self.ep.combine_recv(&stream, given, &to)).map_err(|refused| {
+        py.detach(|| ep.combine_recv(&stream, given, &to)).map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(&call, [Some(out), wait_times, Some(sent.as_any())])
+        self.finished(&ep, &call, [Some(out), wait_times, Some(sent.as_any())])
     }
 
     /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
     fn mask_rank(&self, py: Python<'_>, rank: u32) -> PyResult<()> {
-        self.ep.must_be_of_this_process("context")?;
-        py.detach(|| self.ep.mask_rank(Rank(rank))).map_err(|error| errors::raised(py, &error))
+        let ep = self.ep.get(py)?;
+        py.detach(|| ep.mask_rank(Rank(rank))).map_err(|error| errors::raised(py, &error))
     }
 
     /// The mask that calls read and deadlines write. An entry that is not 0 masks its rank.
     fn rank_mask(&self, py: Python<'_>) -> PyResult<RankMask> {
-        self.ep.must_be_of_this_process("context")?;
-        let view = self.ep.rank_mask().map_err(|error| errors::raised(py, &error))?;
+        let view = self.ep.get(py)?.rank_mask().map_err(|error| errors::raised(py, &error))?;
         Ok(RankMask { ranks: view.len() / 4, view, on_cpu: self.on_cpu() })
     }
 
     /// Ranks that a deadline masked here: each one's number in the first generation, the call and its epoch.
-    fn silent_ranks(&self) -> PyResult<Vec<(u32, String, u64)>> {
-        self.ep.must_be_of_this_process("context")?;
-        let silent = self.ep.silent_ranks().into_iter();
+    fn silent_ranks(&self, py: Python<'_>) -> PyResult<Vec<(u32, String, u64)>> {
+        let silent = self.ep.get(py)?.silent_ranks().into_iter();
         Ok(silent.map(|silent| (silent.rank.0, silent.call.to_owned(), silent.epoch)).collect())
     }
 
     /// Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let _held = self.hold(py)?;
-        self.found(py)
+        found(py, &*self.ep.get(py)?)
+    }
+
+    /// Gives the context up, after calls of other threads on the CPU device. Later calls raise `ClosedError`; handles may
+    /// go before or after. Local; may be called again, and in the child of a fork, where it does nothing.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if !self.ep.is_of_this_process() {
+            return Ok(());
+        }
+        let _held = self.hold(py)?;
+        self.settle();
+        Ok(())
+    }
+
+    /// Whether it was closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.ep.is_closed()
     }
 
     /// The GPU's number; None on the CPU device.
     #[getter]
     fn ordinal(&self) -> Option<usize> {
-        self.device.ordinal()
+        self.ordinal
     }
 }
 
@@ -512,39 +563,51 @@ impl RankMask {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let in_use = std::mem::take(self.in_use.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if in_use.is_empty() {
-            return;
-        }
-        if self.ep.must_be_of_this_process("context").is_err() {
-            return std::mem::forget(in_use);
-        }
-        let (stream, patience) = (self.stream.clone(), self.patience);
-        let ended = Python::try_attach(|py| py.detach(|| stream.synchronize(patience).is_ok()));
-        if ended != Some(true) {
-            std::mem::forget(in_use);
-        }
+        self.settle();
     }
 }
 
 impl Context {
+    /// Closes the context. Waits for calls whose wait ended before they did, and lets go of what they use.
+    fn settle(&self) {
+        if !self.ep.is_of_this_process() {
+            // A thread of the parent may have held the lock in the fork.
+            if let Ok(mut in_use) = self.in_use.try_lock() {
+                std::mem::forget(std::mem::take(&mut *in_use));
+            }
+            return;
+        }
+        let open = self.ep.close();
+        let in_use = std::mem::take(&mut *self.in_use.lock().unwrap_or_else(PoisonError::into_inner));
+        if in_use.is_empty() {
+            return;
+        }
+        let ended =
+            open.and_then(|open| Python::try_attach(|py| py.detach(|| open.stream.synchronize(self.patience).is_ok())));
+        if ended != Some(true) {
+            std::mem::forget(in_use);
+        }
+    }
+
     /// Makes this thread the only one of the CPU device's calls. Refuses the child of a fork.
     fn hold(&self, py: Python<'_>) -> PyResult<Option<Held<'_>>> {
-        self.ep.must_be_of_this_process("context")?;
+        self.ep.must_be_of_this_process()?;
         if self.on_cpu() { self.call.hold(py).map(Some) } else { Ok(None) }
     }
 
-    /// The stream of a call, and what it holds until its wait ends. Before addresses of arrays are taken: other threads
-    /// run in the wait for it, and may give tensors other memory.
-    fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Stream, Option<Held<'_>>)> {
+    /// The open context, the stream of a call, and what it holds until its wait ends. Before addresses of arrays are
+    /// taken: other threads run in the wait for it, and may give tensors other memory.
+    fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Open, Stream, Option<Held<'_>>)> {
         let held = self.hold(py)?;
+        let ep = self.ep.get(py)?;
         if held.is_some() {
-            return Ok((self.stream.clone(), held));
+            let stream = ep.stream.clone();
+            return Ok((ep, stream, held));
         }
         // SAFETY: the caller's stream is of this device and lives until its work is done, as the class documents;
         // torch's streams live as long as the process.
-        let stream = unsafe { self.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))?;
-        Ok((stream, None))
+        let stream = unsafe { ep.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))?;
+        Ok((ep, stream, None))
     }
 
     /// Enqueues a call. It waits for nobody, but other threads may hold what it needs for a moment.
@@ -553,13 +616,18 @@ impl Context {
     }
 
     /// On the CPU device, waits until a call with these arrays is done, and raises what it found.
-    fn finished<const N: usize>(&self, call: &Call<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> PyResult<()> {
+    fn finished<const N: usize>(
+        &self,
+        ep: &Inside,
+        call: &Call<'_>,
+        arrays: [Option<&Bound<'_, PyAny>>; N],
+    ) -> PyResult<()> {
         let py = call.py;
         if !self.on_cpu() {
             return Ok(());
         }
         // A call ends by its own deadline, which the device keeps.
-        let waited = errors::wait(py, || self.stream.synchronize(self.patience));
+        let waited = errors::wait(py, || ep.stream.synchronize(self.patience));
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if waited.is_err() {
             // By a signal, say: work goes on, in arrays that the caller may let go of.
@@ -569,18 +637,13 @@ impl Context {
         drop(in_use);
         drop(ended);
         waited?;
-        self.found(py)
-    }
-
-    /// Raises what calls found.
-    fn found(&self, py: Python<'_>) -> PyResult<()> {
-        self.ep.check().map_err(|error| errors::raised(py, &error))
+        found(py, ep)
     }
 
     /// A call of this format.
-    fn call_of<'a>(&'a self, py: Python<'a>, format: &'a Format) -> Call<'a> {
-        let (top_k, ranks, first_ranks) = (self.top_k, self.ranks, self.ep.placement().ranks());
-        Call { py, device: &self.device, format, top_k, ranks, first_ranks, capsules: RefCell::default() }
+    fn call_of<'a>(&self, py: Python<'a>, ep: &'a Inside, format: &'a Format) -> Call<'a> {
+        let (top_k, ranks, first_ranks) = (self.top_k, self.ranks, self.first_ranks);
+        Call { py, device: &ep.device, format, top_k, ranks, first_ranks, capsules: RefCell::default() }
     }
 
     /// The experts' rows, and where they lie.
@@ -635,6 +698,14 @@ impl Context {
         let times = times.map(|times| call.view(&times)).transpose()?;
         Ok(to.pitch_bytes(out.pitch()?).wait_times(times))
     }
+}
+
+/// A context that stays until its call ends.
+type Open = Arc<Detached<Inside>>;
+
+/// Raises what calls found.
+fn found(py: Python<'_>, ep: &tokenyard::AllToAll) -> PyResult<()> {
+    ep.check().map_err(|error| errors::raised(py, &error))
 }
 
 /// Words of each token's payload.

@@ -1,7 +1,8 @@
 //! Python exceptions of the library's errors, and waits that signals end.
 //!
 //! `tokenyard.Error` is a RuntimeError with the fields that the error has (`rank`, `peer`, `wait`, `seconds`, `epoch`,
-//! `needed`, `given`) and `fatal`. `ArgumentError` and `ConfigError` are ValueErrors as well.
+//! `needed`, `given`) and `fatal`. `ArgumentError` and `ConfigError` are ValueErrors as well. `ClosedError` is of this
+//! package alone: a call on a world or a context that was closed.
 
 use pyo3::exceptions::{PyException, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -12,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokenyard::{Error, Interrupt};
 
 /// The exception classes: each one's name, and whether it is a ValueError, too. `Error` is the base of the others.
-const CLASSES: [(&str, bool); 14] = [
+const CLASSES: [(&str, bool); 15] = [
     ("Error", false),
     ("ArgumentError", true),
     ("ConfigError", true),
@@ -27,6 +28,7 @@ const CLASSES: [(&str, bool); 14] = [
     ("DeviceError", false),
     ("BootstrapError", false),
     ("InterruptedError", false),
+    ("ClosedError", false),
 ];
 
 static MADE: PyOnceLock<Vec<Py<PyType>>> = PyOnceLock::new();
@@ -118,6 +120,19 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         _ => {}
     }
     Ok(PyErr::from_value(value))
+}
+
+/// The exception of a call on what was closed.
+pub(super) fn closed(py: Python<'_>, what: &str) -> PyErr {
+    let made = || {
+        let place = CLASSES.iter().position(|(class, _)| *class == "ClosedError").unwrap_or(0);
+        let class = classes(py)?.get(place).map(|class| class.bind(py).clone());
+        let class = class.unwrap_or_else(|| py.get_type::<PyRuntimeError>());
+        let value = class.call1((format!("this {what} is closed: make another one, with all ranks"),))?;
+        value.setattr("fatal", true)?;
+        Ok(PyErr::from_value(value))
+    };
+    made().unwrap_or_else(|why| why)
 }
 
 thread_local! {

@@ -2,6 +2,7 @@
 
 use super::calls;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use tokenyard::{CallFormat, Dtype, RowFormat, Scales, Weights};
 
 /// What the rows of a call are, and how many tokens a rank may have in it: `tokenyard.Format`. A context has one, makes
@@ -78,6 +79,17 @@ impl Format {
             Weights::None => "none",
             _ => "dispatch",
         }
+    }
+
+    /// The arguments that make it again, for pickle and copy.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((usize, usize), Bound<'py, PyDict>)> {
+        let keywords = PyDict::new(py);
+        keywords.set_item("dtype", self.dtype())?;
+        keywords.set_item("scales", self.scales())?;
+        keywords.set_item("quantize", self.quantize())?;
+        keywords.set_item("combine_dtype", self.combine_dtype())?;
+        keywords.set_item("weights", self.weights())?;
+        Ok(((self.hidden(), self.max_tokens()), keywords))
     }
 
     fn __repr__(&self) -> String {

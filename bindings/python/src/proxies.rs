@@ -1,11 +1,10 @@
 //! Networks between nodes, and the proxies that use them.
 
 use super::calls::unknown;
-use super::detached::Detached;
-use super::errors;
+use super::detached::Closable;
 use super::worlds::World;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 use tokenyard::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::network::sim::{Clock, ProcessEndpoint, SimConfig};
 use tokenyard::network::verbs::{VerbsConfig, VerbsEndpoint};
@@ -25,7 +24,7 @@ const NETWORKS: [&str; 5] = ["verbs", "efa", "tcp", "shm", "simulated"];
 /// host that spin; with more of them than cores an idle proxy yields.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Proxy {
-    pub inner: Detached<tokenyard::Proxy>,
+    pub inner: Closable<tokenyard::Proxy>,
     network: String,
 }
 
@@ -71,12 +70,28 @@ impl Proxy {
         let drawn = py.import("os")?.call_method1("urandom", (16,))?;
         let drawn = drawn.cast::<PyBytes>()?.as_bytes().try_into()?;
         let opening = Opening { network, nics, names: names.unwrap_or_default(), source, gpu, seed, drawn };
-        world.inner.must_be_of_this_process("world")?;
-        let spawned = errors::wait(py, || {
-            let transport = opening.open(&world.inner)?;
-            tokenyard::Proxy::spawn(&world.inner, transport, config)
+        let of = world.inner.get(py)?;
+        let spawned = world.wait(py, || {
+            let transport = opening.open(&of)?;
+            tokenyard::Proxy::spawn(&of, transport, config)
         })?;
-        Ok(Proxy { inner: Detached::new(spawned), network: network.to_owned() })
+        Ok(Proxy { inner: Closable::new("proxy", spawned), network: network.to_owned() })
+    }
+
+    /// Gives the proxy up: the thread ends once no context uses it. Later contexts are refused with `ClosedError`. Local;
+    /// may be called again.
+    fn close(&self, py: Python<'_>) {
+        let left = self.inner.close();
+        py.detach(|| drop(left));
+    }
+
+    fn __enter__(this: Py<Proxy>) -> Py<Proxy> {
+        this
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
+        self.close(py);
     }
 
     fn __repr__(&self) -> String {

@@ -1,18 +1,46 @@
 //! Worlds of ranks.
 
-use super::detached::Detached;
+use super::detached::Closable;
 use super::errors;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::{PyBytes, PyList, PyTuple};
+use std::cell::RefCell;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokenyard::{Error, Rank};
 
 /// The ranks of a job. `World.threads(n)` makes the worlds of n ranks that are threads of this process;
 /// `World.from_env()` joins the job that torchrun's variables describe; `World.over(rank, size, all_gather)` uses the
-/// caller's all-gather. `tokenyard.World.from_group(group)` is made of the last one.
+/// caller's all-gather. `tokenyard.World.from_group(group)` is made of the last one. With `with` a world is closed at
+/// the end of the block.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct World {
-    pub inner: Detached<tokenyard::World>,
+    pub inner: Closable<tokenyard::World>,
+    /// The caller's, which calls of this object lend to the library (`LENT`): the library owns none, so that the garbage
+    /// collector sees each reference.
+    all_gather: Mutex<Option<Py<PyAny>>>,
+    // Facts that stay known when the world is closed.
+    rank: u32,
+    size: usize,
+    local_rank: usize,
+    generation: u32,
+}
+
+impl World {
+    fn of(inner: tokenyard::World, all_gather: Option<Py<PyAny>>) -> World {
+        let (rank, size, local_rank) = (inner.rank().0, inner.size(), inner.local_rank());
+        let (generation, all_gather) = (inner.generation(), Mutex::new(all_gather));
+        World { inner: Closable::new("world", inner), all_gather, rank, size, local_rank, generation }
+    }
+
+    /// Runs what may wait, with the caller's all-gather.
+    pub fn wait<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> tokenyard::Result<T> + Send) -> PyResult<T> {
+        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner);
+        let lent = all_gather.as_ref().map(|all_gather| all_gather.clone_ref(py));
+        drop(all_gather);
+        lending(py, lent, work)
+    }
 }
 
 #[pymethods]
@@ -21,13 +49,13 @@ impl World {
     #[staticmethod]
     fn threads(py: Python<'_>, n: usize) -> PyResult<Vec<World>> {
         let worlds = tokenyard::World::threads(n).map_err(|error| errors::raised(py, &error))?;
-        Ok(worlds.into_iter().map(|inner| World { inner: Detached::new(inner) }).collect())
+        Ok(worlds.into_iter().map(|inner| World::of(inner, None)).collect())
     }
 
     /// Joins the job of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR, over a port of its own.
     #[staticmethod]
     fn from_env(py: Python<'_>) -> PyResult<World> {
-        Ok(World { inner: Detached::new(errors::wait(py, tokenyard::World::from_env)?) })
+        Ok(World::of(errors::wait(py, tokenyard::World::from_env)?, None))
     }
 
     /// A world over the caller's all-gather: a callable `all_gather(what: str, own: bytes, seconds: float)` that
@@ -41,9 +69,9 @@ impl World {
         all_gather: Py<PyAny>,
         local_rank: Option<usize>,
     ) -> PyResult<World> {
-        let gather = move |what: &str, own: &[u8], timeout: Duration| gathered(&all_gather, what, own, timeout);
-        let inner = errors::wait(py, || tokenyard::World::over(rank, size, local_rank, gather))?;
-        Ok(World { inner: Detached::new(inner) })
+        let lent = Some(all_gather.clone_ref(py));
+        let inner = lending(py, lent, || tokenyard::World::over(rank, size, local_rank, gathered))?;
+        Ok(World::of(inner, Some(all_gather)))
     }
 
     /// The world of a torch.distributed group of processes on one host; `None`: the default group. Collective.
@@ -56,70 +84,125 @@ impl World {
     /// This rank.
     #[getter]
     fn rank(&self) -> u32 {
-        self.inner.rank().0
+        self.rank
     }
 
     /// How many ranks there are.
     #[getter]
     fn size(&self) -> usize {
-        self.inner.size()
+        self.size
     }
 
     /// This rank among those of its host: the GPU that is its own by default.
     #[getter]
     fn local_rank(&self) -> usize {
-        self.inner.local_rank()
+        self.local_rank
     }
 
     /// Counts how often ranks have regrouped.
     #[getter]
     fn generation(&self) -> u32 {
-        self.inner.generation()
+        self.generation
     }
 
     /// Ranks of each node, in rank order. One node, unless the environment or `with_nodes` gives several.
     #[getter]
-    fn nodes(&self) -> Vec<usize> {
-        self.inner.nodes().to_vec()
+    fn nodes(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        Ok(self.inner.get(py)?.nodes().to_vec())
     }
 
     /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share no
     /// memory, and write to each other over the network of their proxies.
     fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {
-        self.inner.must_be_of_this_process("world")?;
-        let split = (*self.inner).clone().with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
-        Ok(World { inner: Detached::new(split) })
+        let world = (**self.inner.get(py)?).clone();
+        let split = world.with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
+        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner);
+        let lent = all_gather.as_ref().map(|all_gather| all_gather.clone_ref(py));
+        drop(all_gather);
+        Ok(World::of(split, lent))
     }
 
     /// Waits until every rank has come here. Collective.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.must_be_of_this_process("world")?;
-        errors::wait(py, || self.inner.barrier("barrier of Python"))
+        let world = self.inner.get(py)?;
+        self.wait(py, || world.barrier("barrier of Python"))
     }
 
     /// Every rank's bytes, by rank. Collective.
     fn all_gather<'py>(&self, py: Python<'py>, own: &[u8]) -> PyResult<Bound<'py, PyList>> {
-        self.inner.must_be_of_this_process("world")?;
-        let all = errors::wait(py, || self.inner.all_gather("all-gather of Python", own))?;
+        let world = self.inner.get(py)?;
+        let all = self.wait(py, || world.all_gather("all-gather of Python", own))?;
         PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))
     }
 
     /// The world of the members that go on, by their ranks of the first generation. Collective of the members.
     fn regroup(&self, py: Python<'_>, generation: u32, members: Vec<u32>) -> PyResult<World> {
         let members: Vec<Rank> = members.into_iter().map(Rank).collect();
-        self.inner.must_be_of_this_process("world")?;
-        let inner = errors::wait(py, || self.inner.regroup(generation, &members))?;
-        Ok(World { inner: Detached::new(inner) })
+        let world = self.inner.get(py)?;
+        Ok(World::of(self.wait(py, || world.regroup(generation, &members))?, None))
+    }
+
+    /// Leaves the world, which is done once no context of it is alive. Later collectives raise `ClosedError`. Local; may
+    /// be called again, before or after contexts of the world are closed, and in the child of a fork, where it does
+    /// nothing.
+    fn close(&self, py: Python<'_>) {
+        let left = self.inner.close();
+        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Not under the lock, nor with the interpreter's: both may run other code.
+        py.detach(|| drop(left));
+        drop(all_gather);
+    }
+
+    fn __enter__(this: Py<World>) -> Py<World> {
+        this
+    }
+
+    #[pyo3(signature = (*_raised))]
+    fn __exit__(&self, py: Python<'_>, _raised: &Bound<'_, PyTuple>) {
+        self.close(py);
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Held for a moment, by a thread that was stopped there: then the reference counts as one from outside.
+        self.all_gather.try_lock().map_or(Ok(()), |all_gather| visit.call(&*all_gather))
+    }
+
+    fn __clear__(&self) {
+        let gone = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(gone);
     }
 
     fn __repr__(&self) -> String {
-        format!("<tokenyard.World: rank {} of {}>", self.inner.rank().0, self.inner.size())
+        let closed = if self.inner.is_closed() { ", closed" } else { "" };
+        format!("<tokenyard.World: rank {} of {}{closed}>", self.rank, self.size)
     }
 }
 
-/// One use of the caller's all-gather; its exceptions become errors, with their text.
-fn gathered(all_gather: &Py<PyAny>, what: &str, own: &[u8], timeout: Duration) -> tokenyard::Result<Vec<Vec<u8>>> {
+thread_local! {
+    /// The all-gathers of the calls that are under way on this thread, the innermost last.
+    static LENT: RefCell<Vec<Option<Py<PyAny>>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs what may wait while `gathered` uses this all-gather.
+fn lending<T: Send>(
+    py: Python<'_>,
+    all_gather: Option<Py<PyAny>>,
+    work: impl FnOnce() -> tokenyard::Result<T> + Send,
+) -> PyResult<T> {
+    LENT.with_borrow_mut(|lent| lent.push(all_gather));
+    let outcome = errors::wait(py, work);
+    let back = LENT.with_borrow_mut(Vec::pop);
+    drop(back);
+    outcome
+}
+
+/// One use of the all-gather that the call lends; its exceptions become errors, with their text.
+fn gathered(what: &str, own: &[u8], timeout: Duration) -> tokenyard::Result<Vec<Vec<u8>>> {
     Python::attach(|py| {
+        let lent = LENT.with_borrow(|lent| lent.last()?.as_ref().map(|all_gather| all_gather.clone_ref(py)));
+        let Some(all_gather) = lent else {
+            return Err(Error::bootstrap("the world has no all_gather any more", "use a world before it is closed"));
+        };
         let call = || -> PyResult<Vec<Vec<u8>>> {
             let all = all_gather.bind(py).call1((what, PyBytes::new(py, own), timeout.as_secs_f64()))?;
             all.try_iter()?.map(|bytes| Ok(bytes?.cast::<PyBytes>()?.as_bytes().to_vec())).collect()

@@ -12,10 +12,12 @@ only if tensors come. Rows in numpy are uint16 for bf16 and uint8 for fp8, which
 import sys as _sys
 
 from ._calls import AllToAll, Dispatched
+from ._errors import make_picklable as _make_picklable
 from ._native import (
     ArgumentError,
     BootstrapError,
     CapacityError,
+    ClosedError,
     CombineSent,
     ConfigError,
     DeviceError,
@@ -38,6 +40,7 @@ from ._native import (
 )
 from ._worlds import World
 
+_make_picklable()
 
 
 def install_as(name: str) -> None:
@@ -54,7 +57,8 @@ def install_as(name: str) -> None:
 
 
 __all__ = [
-    "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "CombineSent", "ConfigError", "DeviceError",
-    "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError", "InterruptedError", "OrderError", "Output",
-    "PeerLostError", "Proxy", "RankMask", "RoutingError", "Sent", "TimeoutError", "TransportError", "World", "__version__", "install_as",
+    "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "ClosedError", "CombineSent", "ConfigError",
+    "DeviceError", "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError",
+    "InterruptedError", "OrderError", "Output", "PeerLostError", "Proxy", "RankMask", "RoutingError", "Sent", "TimeoutError",
+    "TransportError", "World", "__version__", "install_as",
 ]

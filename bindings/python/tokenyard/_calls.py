@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import weakref
 from contextlib import nullcontext
@@ -60,6 +61,8 @@ class AllToAll:
     On the CPU device calls return when they are done, and raise what they found. On a GPU they enqueue work on the
     current stream of the arrays' library, or on `stream`, and `check` raises what they found since. Arrays of calls in
     flight belong to them as to any work of their stream, and arrays that a call makes to the stream of the call.
+
+    `close`, or the end of a block of `with`, gives the context's memory back once its handles have gone, too.
     """
 
     def __init__(
@@ -90,6 +93,14 @@ class AllToAll:
         handle_rows: Optional[int] = None,
         proxy: Optional[_native.Proxy] = None,
     ) -> None:
+        numbers: Dict[str, Optional[int]] = dict(
+            hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, sms=sms,
+            payload_words=payload_words, dispatch_payload_words=dispatch_payload_words, round_tokens=round_tokens,
+            handles=handles, handle_rows=handle_rows,
+        )
+        for name, number in numbers.items():
+            if number is not None:
+                _must_be_number(name, number)
         self._format = Format(
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
             weights=weights,
@@ -110,6 +121,26 @@ class AllToAll:
         self.facts = tuple((format.weights, format.scales is not None) for format in self._formats)
         self._number = next(_NUMBERS)
         CONTEXTS[self._number] = self
+
+    def close(self) -> None:
+        """Gives the context up: later calls raise `ClosedError`. On the CPU device calls of other threads end first.
+
+        Local, and may be called again. Handles, halves and the world may go before or after. A call that other ranks
+        wait for is missed by them, as of a rank that has gone: close after a barrier.
+        """
+        CONTEXTS.pop(self._number, None)
+        self._context.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._context.closed
+
+    def __enter__(self) -> "AllToAll":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
 
     @property
     def local_experts(self) -> List[int]:
@@ -205,8 +236,14 @@ class AllToAll:
         """
         format = format or self._format
         experts = len(self._experts)
+        also = _further(also)
+        must_lie(layout, align)
+        if not isinstance(format, Format):
+            raise TypeError(f"format is a {type(format).__name__}: give a tokenyard.Format")
         if capacity is None:
             capacity = self.capacity(layout, align, format)
+        _must_be_number("capacity", capacity)
+        _must_be_number("payload_words", payload_words)
         make = _maker(like)
         made = {name: make(*shape) for name, shape in self.shapes(layout, capacity, format).items()}
         if payload_words:
@@ -214,9 +251,6 @@ class AllToAll:
         all_rows = experts * capacity if layout == "masked" else capacity
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
-        also = [also] if isinstance(also, str) else list(also)
-        if unknown := [name for name in also if name not in sizes]:
-            raise ValueError(f"also has {unknown[0]!r}: give some of {', '.join(sizes)}")
         further = {name: make(*sizes[name]) for name in also}
         output = Output(layout, align=align, **made, **further)
         absent = dict.fromkeys(("scales", "offsets", "token_experts", "token_weights"))
@@ -284,6 +318,10 @@ class AllToAll:
     ) -> Dispatched:
         failure: Optional[_native.Error] = None
         on = _stream(x, stream)
+        # What is refused is refused before anything is sent, which must be received.
+        _maker(x)
+        must_lie(layout, align)
+        also = _further(also)
         try:
             sent = self.dispatch_send(x, topk_idx, topk_weights, counts=True, stream=on, **given)
         except _native.Error as error:
@@ -291,16 +329,25 @@ class AllToAll:
                 raise
             # Unusable routing: the dispatch goes on without this rank's tokens.
             failure, sent = error, error.sent
-        capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
-        words, format = _words(given["payload"]), given["format"]
-        with _owner(x, stream):
-            output, got = self.output(
-                x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
-            )
+        try:
+            capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
+            words, format = _words(given["payload"]), given["format"]
+            with _owner(x, stream):
+                output, got = self.output(
+                    x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
+                )
+        except BaseException as error:
+            # Ctrl-C in the wait, or no memory for the output: the dispatch is to be received all the same.
+            setattr(error, "sent", sent)
+            raise
         got = got._replace(handle=self.dispatch_recv(sent, output, stream=on))
         if failure is not None:
             failure.dispatched = got
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
+                del failure
         return got
 
     def dispatch_into(
@@ -410,6 +457,12 @@ class AllToAll:
         are added for which the call waited for each rank.
         """
         if out is None:
+            if accumulate:
+                raise ValueError("out is missing: give what accumulate adds to, or leave accumulate out")
+            if tokens is not None:
+                _must_be_number("tokens", tokens)
+            if dtype is not None and dtype not in ROWS:
+                raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(ROWS)}")
             format = handle.format
             shape = (handle.tokens if tokens is None else tokens, format.hidden)
             with _owner(rows, stream):
@@ -462,6 +515,42 @@ class AllToAll:
         return _torch_stream(torch, self._context.ordinal)
 
 
+ROWS = ("bf16", "fp16", "fp32", "fp8")
+"""Dtypes of rows."""
+_LAYOUTS = ("contiguous", "masked", "token")
+_FURTHER = ("row_expert", "source", "row_count", "source_ranges")
+
+
+def _must_be_number(name: str, value: Any) -> None:
+    """Refuses what is no number of things."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a {type(value).__name__}: give a whole number") from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{name} is {number}: give 0 or more, and less than 2^63")
+
+
+def must_lie(layout: Any, align: Any) -> None:
+    """Refuses what is no layout or no alignment."""
+    if layout not in _LAYOUTS:
+        raise ValueError(f'layout is "{layout}": give one of {", ".join(_LAYOUTS)}')
+    _must_be_number("align", align)
+    if not 1 <= align < 1 << 31:
+        raise ValueError(f"align is {align}: give 1 for no alignment, or up to 2^31 - 1")
+
+
+def _further(also: Any) -> List[str]:
+    """Names of further outputs."""
+    try:
+        names = [also] if isinstance(also, str) else list(also)
+    except TypeError:
+        raise TypeError(f"also is a {type(also).__name__}: give names, some of {', '.join(_FURTHER)}") from None
+    if unknown := [name for name in names if name not in _FURTHER]:
+        raise ValueError(f"also has {unknown[0]!r}: give some of {', '.join(_FURTHER)}")
+    return names
+
+
 def _maker(like: Any) -> Callable[[Tuple[int, ...], str], Any]:
     """Makes arrays of the same library and device as `like`."""
     torch = sys.modules.get("torch")
@@ -488,7 +577,10 @@ def _words(payload: Any) -> int:
 def _stream(array: Any, given: Any) -> int:
     """The address of the stream given, of torch or cupy or an address itself; else of the array's library's current one."""
     if given is not None:
-        return int(getattr(given, "cuda_stream", getattr(given, "ptr", given)))
+        address = getattr(given, "cuda_stream", getattr(given, "ptr", given))
+        if not hasattr(address, "__index__") or int(address) < 0:
+            raise TypeError(f"stream is {given!r}: give a stream of torch or cupy, or the address of one")
+        return int(address)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _torch_stream(torch, array.get_device()) if array.is_cuda else 0

@@ -20,10 +20,11 @@ import weakref
 from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.autograd.forward_ad
 
 from . import _choices
-from ._calls import CONTEXTS, AllToAll
-from ._native import Format, Output
+from ._calls import CONTEXTS, AllToAll, must_lie
+from ._native import CombineSent, Error, Format, Handle, Output, Sent
 from ._tensors import TYPES, name_of
 
 __all__ = [
@@ -92,13 +93,15 @@ def _keep(
     return tensor
 
 
-def _kept(name: str, tensor: torch.Tensor) -> _Kept:
+def _kept(name: str, tensor: torch.Tensor, kind: Any = Handle) -> _Kept:
     """What a tensor stands for."""
     if tensor.dtype != torch.int64 or tensor.shape != (1,):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give the int64 [1] of a dispatch or a half")
     kept = _KEPT.get(tensor.data_ptr() if tensor.is_cuda else min(int(tensor), 0))
     if kept is None:
         raise ValueError(f"{name} stands for nothing that is alive: give the tensor itself, and while it is alive")
+    if not isinstance(kept.value, kind):
+        raise ValueError(f"{name} is the tensor of a {type(kept.value).__name__}: give that of a {kind.__name__}")
     return kept
 
 
@@ -142,11 +145,22 @@ def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor]
     return Output(layout, align=align, **given)
 
 
-def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
-    """The payload from which row weights are computed: each token's experts, as bits, and their weights."""
-    if topk_weights is None:
-        raise ValueError("topk_weights is missing: give the weights that rows are to have")
-    return torch.cat((_choices.words(topk_idx), topk_weights), 1)
+def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor], top_k: int) -> torch.Tensor:
+    """The payload from which row weights are computed: each token's experts, as bits, and their weights; -1 and 0 of
+    choices that the call lacks."""
+    if topk_idx is None:
+        raise ValueError("topk_idx is missing: give the experts of each token")
+    if topk_idx.dtype not in (torch.int32, torch.int64) or topk_idx.dim() != 2 or topk_idx.shape[1] > top_k:
+        raise ValueError(
+            f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}: give int32 or int64 [tokens, 1 to {top_k}], where "
+            "rows have row_weights"
+        )
+    if topk_weights is None or not topk_weights.is_floating_point() or topk_weights.shape != topk_idx.shape:
+        got = "missing" if topk_weights is None else f"{topk_weights.dtype} {list(topk_weights.shape)}"
+        raise ValueError(f"topk_weights is {got}: give weights of rows, floating {list(topk_idx.shape)} as topk_idx")
+    room = (0, top_k - topk_idx.shape[1])
+    ids = torch.nn.functional.pad(topk_idx, room, value=-1)
+    return torch.cat((_choices.words(ids), torch.nn.functional.pad(topk_weights.float(), room)), 1)
 
 
 _EXPERTS: MutableMapping[AllToAll, Dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -185,23 +199,53 @@ def _dispatch(
 ) -> List[torch.Tensor]:
     ep = _context(context)
     stated, counts = ep.formats[format], None
-    payload = _payload(topk_idx, topk_weights) if row_weights else None
+    must_lie(layout, align)
+    failure: Optional[BaseException] = None
+    payload = _payload(topk_idx, topk_weights, ep.top_k) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
-        sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
-        counts = ep.counts(sent)
-        capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
-        made = _made(x, ep, stated, layout, capacity, row_weights, zero)
-        handle = ep.dispatch_recv(sent, _output(ep, layout, align, made))
+        try:
+            sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
+        except Error as error:
+            if not hasattr(error, "sent"):
+                raise
+            # Unusable routing: the dispatch goes on without this rank's tokens, and is received.
+            failure, sent = error, error.sent
+        try:
+            counts = ep.counts(sent)
+            capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
+            made = _made(x, ep, stated, layout, capacity, row_weights, zero)
+            output = _output(ep, layout, align, made)
+        except BaseException as error:
+            setattr(error, "sent", sent)
+            raise
+        handle = ep.dispatch_recv(sent, output)
     else:
         capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
         made = _made(x, ep, stated, layout, capacity, row_weights, zero)
         output = _output(ep, layout, align, made)
-        handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
+        try:
+            handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
+        except BaseException as error:
+            if not hasattr(error, "handle"):
+                raise
+            # The dispatch took place. An output without room has no rows.
+            failure, handle = error, error.handle
+            made["rows"].zero_()
+            if row_weights:
+                made["row_expert"].fill_(-1)
     if row_weights:
         _weigh(ep, made)
     made["handle"] = _keep(x, ep, handle, layout, counts)
-    return [made[name] for name in _names(stated.scales is not None, layout, row_weights)]
+    results = [made[name] for name in _names(stated.scales is not None, layout, row_weights)]
+    if failure is None:
+        return results
+    setattr(failure, "dispatched", _named(results, x.shape[0], stated.scales is not None, layout, row_weights))
+    try:
+        raise failure
+    finally:
+        # Its frames have this one, in which it must not be.
+        del failure
 
 
 def _dispatch_fake(
@@ -251,7 +295,16 @@ def _dispatch_into(
     output = _output(ep, layout, align, made)
     weights = topk_weights if stated.weights == "dispatch" else None
     handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, format=stated)
+    _written(*made.values())
     return _keep(x, ep, handle, layout)
+
+
+def _written(*tensors: torch.Tensor) -> None:
+    """Counts a write, so that backward refuses a tensor that it saved before."""
+    count = getattr(torch.autograd.graph, "increment_version", None)
+    for tensor in tensors:
+        if count is not None and not tensor.is_inference():
+            count(tensor)
 
 
 def _stands(x: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -283,7 +336,11 @@ def _one_round(ep: AllToAll) -> AllToAll:
 def _dispatch_recv(
     sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: int, zero: bool
 ) -> List[torch.Tensor]:
-    kept, stated = _kept("sent", sent), _context(context).formats[format]
+    kept, ep = _kept("sent", sent, Sent), _context(context)
+    if kept.ep is not ep:
+        raise ValueError(f"sent is of context {kept.ep.number}, and ep is {ep.number}: give the context that sent it")
+    stated = ep.formats[format]
+    must_lie(layout, align)
     capacity = kept.ep.capacity(layout, align, stated) if capacity == MOST else capacity
     made = _made(sent, kept.ep, stated, layout, capacity, False, zero)
     handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, layout, align, made))
@@ -356,6 +413,7 @@ def _combine_into(
 ) -> None:
     kept = _kept("handle", handle)
     kept.ep.combine(rows, kept.value, out, topk_weights=topk_weights, accumulate=accumulate, dtype=name_of(rows))
+    _written(out)
 
 
 def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
@@ -365,7 +423,7 @@ def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Option
 
 
 def _combine_recv(sent: torch.Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    kept = _kept("sent", sent)
+    kept = _kept("sent", sent, CombineSent)
     out = torch.empty((tokens, hidden), dtype=dtype, device=sent.device)
     kept.ep.combine_recv(kept.value, out)
     return out
@@ -373,6 +431,7 @@ def _combine_recv(sent: torch.Tensor, tokens: int, hidden: int, dtype: torch.dty
 
 # Some versions of torch have no types there.
 _library: Any = torch.library
+_forward: Any = torch.autograd.forward_ad
 _LIBRARY = _library.Library("tokenyard", "DEF")
 _TOKENS = "Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? scales, int context, int format"
 _PLACE = "str layout, int align"
@@ -472,7 +531,10 @@ def _again_backward(ctx: Any, grad: torch.Tensor) -> Tuple[Any, ...]:
 
 
 def _words_backward(ctx: Any, *grads: Any) -> Tuple[Any, ...]:
-    raise RuntimeError("a combine with a payload has no gradient: use dispatch and combine")
+    raise RuntimeError(
+        "a combine with a payload has no gradient: use dispatch and combine; where a dispatch has gradients of weights, "
+        "its backward is such a combine, and cannot be differentiated again"
+    )
 
 
 _DIFFERENTIABLE: Dict[str, Tuple[Any, Any]] = {
@@ -494,6 +556,22 @@ def _no_gradient(what: str, *tensors: Optional[torch.Tensor]) -> None:
         raise RuntimeError(f"{what} has no gradient: use dispatch and combine, or call it under torch.no_grad()")
 
 
+def _no_tangent(*tensors: Optional[torch.Tensor]) -> None:
+    """Refuses tensors of forward-mode differentiation, whose tangents would be lost."""
+    if not torch.compiler.is_compiling() and getattr(_forward, "_current_level", -1) >= 0:
+        if any(tensor is not None and _forward.unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise RuntimeError("dispatch and combine have no forward-mode gradient: use backward")
+
+
+def _checked(ep: AllToAll, format: int, capacity: Optional[int]) -> Tuple[str, bool]:
+    """The facts of a format. Refuses a number that is none, and capacities that stand for something else."""
+    if not 0 <= format < len(ep.facts):
+        raise ValueError(f"format is {format}: give a number of ep.formats, 0 to {len(ep.facts) - 1}")
+    if capacity is not None and not torch.compiler.is_compiling() and capacity < 0:
+        raise ValueError(f"capacity is {capacity}: give 0 or more rows")
+    return ep.facts[format]
+
+
 def dispatch(
     ep: AllToAll,
     x: torch.Tensor,
@@ -508,8 +586,11 @@ def dispatch(
     exact: bool = False,
 ) -> Dispatched:
     """As `AllToAll.dispatch`. `format`: a number of `ep.formats`. Where its weights are "none" and weights are given,
-    rows have `row_weights`, which `combine` applies. Rows that no token has are 0 where gradients may be asked for."""
-    weights, has_scales = ep.facts[format]
+    rows have `row_weights`, which `combine` applies. Rows that no token has are 0 where gradients may be asked for. An
+    error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the
+    other ranks do."""
+    weights, has_scales = _checked(ep, format, capacity)
+    _no_tangent(x, topk_weights)
     row_weights = weights == "none" and topk_weights is not None
     zero = torch.is_grad_enabled() and (
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
@@ -552,6 +633,7 @@ def dispatch_into(
 ) -> torch.Tensor:
     """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient."""
     _no_gradient("dispatch_into", x, topk_weights)
+    _checked(ep, format, None)
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
         token_experts, token_weights,
@@ -570,6 +652,7 @@ def dispatch_send(
 ) -> torch.Tensor:
     """The sending half; `dispatch_recv` takes what it returns, once. Has no gradient. For contexts of one round."""
     _no_gradient("dispatch_send", x, topk_weights)
+    _checked(ep, format, None)
     sent: torch.Tensor = _OPS.dispatch_send(x, topk_idx, topk_weights, scales, ep.number, format)
     return sent
 
@@ -585,9 +668,10 @@ def dispatch_recv(
     capacity: Optional[int] = None,
 ) -> Dispatched:
     """The receiving half of a dispatch of so many tokens, in the same format."""
+    has_scales = _checked(ep, format, capacity)[1]
     room = MOST if capacity is None else capacity
     got = _OPS.dispatch_recv(sent, ep.number, format, layout, align, room, False)
-    return _named(got, tokens, ep.facts[format][1], layout, False)
+    return _named(got, tokens, has_scales, layout, False)
 
 
 def dispatch_again(x: torch.Tensor, got: Dispatched) -> torch.Tensor:
@@ -603,6 +687,7 @@ def combine(
     dispatch brought, or `topk_weights` where its format has weights with "combine"."""
     if got.row_weights is not None:
         rows = (rows * got.row_weights.unsqueeze(-1)).to(rows.dtype)
+    _no_tangent(rows)
     if topk_weights is not None:
         _no_gradient("combine with topk_weights", rows, topk_weights)
     out: torch.Tensor = _OPS.combine(rows, got.handle, topk_weights, got.tokens, False)

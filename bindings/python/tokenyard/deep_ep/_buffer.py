@@ -11,7 +11,7 @@ from .. import _growth
 from .._calls import AllToAll
 from .._native import Error, Format, Output, World
 from .._tensors import device_of, name_of
-from . import _config
+from . import _checks, _config
 from ._config import Config
 from ._contexts import Kept, LowLatency, Normal, Offered, Wanted
 from ._shared import Event, Rows, Streams, must_divide, world_of
@@ -161,6 +161,7 @@ class Buffer:
         to which rank bool `[tokens, ranks]`, of `topk_idx` `[tokens, top_k]` with -1 for none. Local."""
         ranks = self._open().size
         must_divide(num_experts, ranks)
+        _checks.choices(topk_idx)
 
         def work() -> Tuple[torch.Tensor, ...]:
             # What is no expert is refused by dispatch.
@@ -205,7 +206,7 @@ class Buffer:
         `is_token_in_rank`. An error of a dispatch that took place, such as `RoutingError`, has these results as its
         `dispatched`: combine them, as the other ranks do. The host waits for the counts, unless `num_worst_tokens` says
         how many rows there are: at least as many as can come, ranks times the most tokens of a rank."""
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales = _checks.rows(x)
         inputs = [t for t in (rows, scales, topk_idx, topk_weights, is_token_in_rank) if t is not None]
         if handle is not None:
             kept = _kept(handle, NormalHandle)
@@ -213,13 +214,16 @@ class Buffer:
                 raise ValueError("topk_idx and topk_weights are the handle's: leave them out, or leave handle out")
             again, event = self._on_comm(inputs, previous_event, async_finish, lambda: _again(kept, rows, scales))
             return again, None, None, None, None, event
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ValueError("is_token_in_rank or num_tokens_per_expert is missing: give what get_dispatch_layout returns")
-        experts = num_tokens_per_expert.shape[0]
-        must_divide(experts, self._open().size)
+        ranks = self._open().size
+        _checks.routing(rows.shape[0], ranks, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+        assert num_tokens_per_expert is not None and is_token_in_rank is not None
+        named, experts = is_token_in_rank, num_tokens_per_expert.shape[0]
+        must_divide(experts, ranks)
+        _checks.whole("num_worst_tokens", num_worst_tokens, 0)
+        _checks.whole("expert_alignment", expert_alignment, 1)
 
         def work() -> Any:
-            call = _Normal(self, rows, scales, topk_idx, topk_weights, is_token_in_rank, experts)
+            call = _Normal(self, rows, scales, topk_idx, topk_weights, named, experts)
             return call.worst(num_worst_tokens) if num_worst_tokens > 0 else call.counted(expert_alignment)
 
         (received, local, weights, counts, made), event = self._on_comm(inputs, previous_event, async_finish, work)
@@ -239,7 +243,7 @@ class Buffer:
         """The sums of the rows of each token over ranks, without weights, and of `topk_weights` fp32 `[rows, top_k]`.
         `bias`: one or two tensors `[tokens, hidden]` that are added. Sums are fp32, rounded once."""
         kept = _kept(handle, NormalHandle)
-        biases = list(bias) if isinstance(bias, tuple) else [bias] if bias is not None else []
+        biases = _checks.sums(x, topk_weights, bias, kept.tokens, kept.format.hidden)
         inputs = [x, *biases] + ([topk_weights] if topk_weights is not None else [])
 
         def work() -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
@@ -249,6 +253,7 @@ class Buffer:
                 given.update(payload=words, payload_out=words.new_empty((kept.tokens, words.shape[1])))
             if biases:
                 out = biases[0].float() if len(biases) == 1 else biases[0].float() + biases[1].float()
+                out = out.contiguous()
                 out = out.clone() if out is biases[0] else out
                 kept.ep.combine(x, kept.handle, out, accumulate=True, dtype=name_of(x), **given)
                 out = out.to(x.dtype)
@@ -285,35 +290,53 @@ class Buffer:
         fp8 with scales whose last two dimensions are column-major (fp32, or with `use_ue8m0` packed int32; with
         `round_scale` powers of two), rows of each expert int32 `[local experts]`, handle, event and hook.
 
-        With `return_recv_hook` rows are there after `hook()`, and counts, too. The stats are added to: rows of each
-        local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
+        With `return_recv_hook` rows are there after `hook()`, and counts, too. An error of a dispatch that took place,
+        such as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are
+        added to: rows of each local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
         if use_nvfp4 or x_global_scale is not None:
             raise NotImplementedError("use_nvfp4 and x_global_scale: there are no nvfp4 rows; use fp8 or bf16 rows")
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise ValueError("use_ue8m0 is set: set use_fp8 and round_scale, too, as such scales are powers of two")
         if async_finish and return_recv_hook:
             raise ValueError("async_finish and return_recv_hook are both set: set one of them")
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"x is {x.dtype}: give bf16 rows")
+        _checks.tensor("x", x, 2, (torch.bfloat16,))
+        _checks.choices(topk_idx)
+        _checks.shaped("topk_idx", topk_idx, (x.shape[0], topk_idx.shape[1]))
+        _checks.whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        if x.shape[0] > num_max_dispatch_tokens_per_rank:
+            raise ValueError(
+                f"num_max_dispatch_tokens_per_rank is {num_max_dispatch_tokens_per_rank}, and x has {x.shape[0]} tokens: "
+                "give as many as a rank may have, the same on all ranks"
+            )
         ranks = self._open().size
         must_divide(num_experts, ranks)
         ep = self._low_latency.get(
             x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1], Buffer.low_latency_sms
         )
+        _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
+        _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         if self._dispatched is not None:
             self._dispatched.before_next()
         handle = LowLatencyHandle((call.source, call.ranges, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts))
         if return_recv_hook:
-            sent = ep.dispatch_send(x, topk_idx, format=call.format)
 
-            def receive() -> None:
-                call.received(ep.dispatch_recv(sent, output), handle)
+            def results(sent: Any) -> Any:
+                # Combine needs the handle, which the hook completes.
+                self._dispatched = _Hook(lambda: _receive(call, sent, output, handle))
+                return call.rows(), call.counts, handle, EventOverlap(), self._dispatched
 
-            # Combine needs the handle, which the hook completes.
-            self._dispatched = _Hook(receive)
-            return call.rows(), call.counts, handle, EventOverlap(), self._dispatched
+            try:
+                made: Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook] = results(
+                    ep.dispatch_send(x, topk_idx, format=call.format)
+                )
+            except Error as error:
+                # Unusable routing: the dispatch goes on without this rank's tokens, and is to be received.
+                if hasattr(error, "sent"):
+                    error.dispatched = results(error.sent)
+                raise
+            return made
 
         def work() -> None:
             try:
@@ -357,9 +380,16 @@ class Buffer:
         if async_finish and return_recv_hook:
             raise ValueError("async_finish and return_recv_hook are both set: set one of them")
         kept = _kept(handle, LowLatencyHandle)
+        _checks.choices(topk_idx)
+        _checks.shaped("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,))
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: give the experts' outputs, a tensor")
         if topk_idx.shape[0] != kept.tokens:
             raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens: give the {kept.tokens} of the dispatch")
-        if out is None:
+        _checks.stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, x, self.group_size, 8)
+        if out is not None:
+            _checks.sums_out(out, x, (kept.tokens, kept.format.hidden))
+        else:
             out = torch.empty((kept.tokens, kept.format.hidden), dtype=x.dtype, device=x.device)
         ep, result, weights = kept.ep, out, _weights(kept, topk_weights)
         times = combine_wait_recv_cost_stats
@@ -385,6 +415,9 @@ class Buffer:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Goes on without a rank, with `enable_shrink`. A rank that has been masked comes back by
         `low_latency_clean_mask_buffer` alone. Local."""
+        _checks.whole("rank_to_mask", rank_to_mask, 0)
+        if rank_to_mask >= self.group_size:
+            raise ValueError(f"rank_to_mask is {rank_to_mask}: give a rank below {self.group_size}")
         if mask:
             self._masking().mask_rank(rank_to_mask)
         elif int(self._mask()[rank_to_mask]):
@@ -392,6 +425,7 @@ class Buffer:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes the mask, int32 `[ranks]`, of which 1 is a rank that is masked. Local."""
+        _checks.shaped("mask_status", mask_status, (self.group_size,))
         mask_status.copy_((self._mask() != 0).to(mask_status.dtype))
 
     def low_latency_clean_mask_buffer(self) -> None:
@@ -497,8 +531,6 @@ class _Normal:
 
     def counted(self, alignment: int) -> Any:
         """The host waits for the counts, and outputs have as many rows as come."""
-        if alignment < 1:
-            raise ValueError(f"expert_alignment is {alignment}: give 1 or more")
         offered = Offered(self.x, self.topk_idx, self.topk_weights, self.scales)
 
         def send(ep: AllToAll) -> Any:
@@ -511,14 +543,19 @@ class _Normal:
             return ep.output(self.x, layout="token", capacity=sum(sources), format=self.format(ep), also=("source",))
 
         normal = self.buffer._normal
-        done = normal.counted(self.x, self.wanted, Buffer._sms, None, send, receive)
-        ep, handle, got, experts, sources, failure = done
+        ep, handle, got, experts, sources, failure = normal.counted(
+            self.x, self.wanted, Buffer._sms, None, send, receive
+        )
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
         results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
         if failure is not None:
             failure.dispatched = (*results, EventOverlap())
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
+                del failure
         return results
 
     def worst(self, rows: int) -> Any:
@@ -532,21 +569,20 @@ class _Normal:
         ep = self.buffer._normal.get(self.x, self.wanted, Buffer._sms, tokens)
         format = self.format(ep)
         output, got = ep.output(self.x, layout="token", capacity=rows, format=format, also=("source",))
-        failure: Optional[Error] = None
+        def results(handle: Any) -> Any:
+            kept = Kept(ep, handle, self.x.shape[0], rows, format)
+            return self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
+
         try:
-            handle = ep.dispatch_into(
-                output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
+            return results(
+                ep.dispatch_into(
+                    output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
+                )
             )
         except Error as error:
-            if not hasattr(error, "handle"):
-                raise
-            failure, handle = error, error.handle
-        kept = Kept(ep, handle, self.x.shape[0], rows, format)
-        results = self.results(got, kept, [], lambda: _prefixes(got.also["source"], self.ranks) if got.also else None)
-        if failure is not None:
-            failure.dispatched = (*results, EventOverlap())
-            raise failure
-        return results
+            if hasattr(error, "handle"):
+                error.dispatched = (*results(error.handle), EventOverlap())
+            raise
 
     def results(self, got: Any, kept: Kept, counts: List[int], prefix: Callable[[], Any]) -> Any:
         rank, ranks, device = self.buffer.rank, self.ranks, self.x.device
@@ -630,6 +666,16 @@ def _low_latency_format(hidden: int, tokens: int, scales: Optional[str]) -> Form
     """bf16 rows, or with scales fp8 rows that dispatch makes of bf16."""
     dtype = "bf16" if scales is None else "fp8"
     return Format(hidden, tokens, dtype=dtype, scales=scales, quantize=scales is not None, weights="combine")
+
+
+def _receive(call: _LowLatency, sent: Any, output: Output, handle: LowLatencyHandle) -> None:
+    """The receiving half of a low-latency dispatch. Completes the handle also where the call found an error."""
+    try:
+        call.received(call.ep.dispatch_recv(sent, output), handle)
+    except Error as error:
+        if hasattr(error, "handle"):
+            call.received(error.handle, handle)
+        raise
 
 
 def _kept(handle: Any, kind: Any) -> Kept:

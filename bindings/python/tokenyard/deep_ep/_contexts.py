@@ -117,7 +117,11 @@ class Normal:
             output, made = receive(ep, experts, sources)
             handle = ep.dispatch_recv(sent, output)
             if experts.pop() == 0:
-                return Counted(ep, handle, made, experts, sources, failure)
+                try:
+                    return Counted(ep, handle, made, experts, sources, failure)
+                finally:
+                    # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
+                    del failure
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
             del ep, sent, output, made, handle
             self.grow(x, sms)

@@ -1,0 +1,104 @@
+"""What is refused before a call is made, with the argument's name, what is expected and what came."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple, Union
+
+import torch
+
+_ROWS = (torch.bfloat16, torch.float16, torch.float32)
+_NUMBERS = (torch.int32, torch.int64)
+
+
+def tensor(name: str, given: Any, dims: int, dtypes: Optional[Tuple[torch.dtype, ...]] = None) -> None:
+    """Refuses what is no tensor of so many dimensions and of one of these dtypes."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__}: give a tensor of {dims} dimensions")
+    if given.dim() != dims:
+        raise ValueError(f"{name} has the shape {list(given.shape)}: give a tensor of {dims} dimensions")
+    if dtypes is not None and given.dtype not in dtypes:
+        raise TypeError(f"{name} is {given.dtype}: give {' or '.join(map(str, dtypes))}")
+
+
+def shaped(name: str, given: Any, shape: Tuple[int, ...], dtypes: Optional[Tuple[torch.dtype, ...]] = None) -> None:
+    """Refuses another shape."""
+    tensor(name, given, len(shape), dtypes)
+    if tuple(given.shape) != shape:
+        raise ValueError(f"{name} has the shape {list(given.shape)}: give {list(shape)}")
+
+
+def choices(given: Any) -> None:
+    """Refuses what holds no experts' numbers."""
+    tensor("topk_idx", given, 2, _NUMBERS)
+
+
+def rows(given: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """Rows and scales of normal calls."""
+    if isinstance(given, tuple) and len(given) != 2:
+        raise ValueError(f"x is a tuple of {len(given)}: give a tensor, or a tensor and its scales")
+    x, scales = given if isinstance(given, tuple) else (given, None)
+    tensor("x", x, 2)
+    if scales is not None:
+        tensor("scales of x", scales, 2)
+    return x, scales
+
+
+def routing(tokens: int, ranks: int, named: Any, counts: Any, topk_idx: Any, topk_weights: Any) -> None:
+    """Refuses routing of normal calls that does not fit these tokens."""
+    if named is None or counts is None:
+        raise ValueError("is_token_in_rank or num_tokens_per_expert is missing: give what get_dispatch_layout returns")
+    tensor("num_tokens_per_expert", counts, 1)
+    if topk_idx is None:
+        if topk_weights is not None:
+            raise ValueError("topk_weights is given without topk_idx: give both, or neither")
+        shaped("is_token_in_rank", named, (tokens, ranks), (torch.bool,))
+        return
+    choices(topk_idx)
+    shaped("topk_idx", topk_idx, (tokens, topk_idx.shape[1]))
+    if topk_weights is not None:
+        shaped("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,))
+
+
+def sums(x: Any, topk_weights: Any, bias: Any, tokens: int, hidden: int) -> List[torch.Tensor]:
+    """The biases of a normal combine."""
+    tensor("x", x, 2, _ROWS)
+    if topk_weights is not None:
+        tensor("topk_weights", topk_weights, 2, (torch.float32,))
+        shaped("topk_weights", topk_weights, (x.shape[0], topk_weights.shape[1]))
+    biases: Tuple[Any, ...] = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+    if len(biases) > 2:
+        raise ValueError(f"bias has {len(biases)} tensors: give one or two")
+    for one in biases:
+        shaped("bias", one, (tokens, hidden), _ROWS)
+    return list(biases)
+
+
+def whole(name: str, given: Union[int, Any], least: int) -> None:
+    """Refuses what is no whole number, or too small."""
+    if not hasattr(given, "__index__"):
+        raise TypeError(f"{name} is a {type(given).__name__}: give a whole number")
+    if int(given) < least:
+        raise ValueError(f"{name} is {int(given)}: give {least} or more")
+
+
+def stats(name: str, given: Any, x: torch.Tensor, length: int, size: int) -> None:
+    """Refuses statistics that no call can add to: before its first half is sent, as the second half writes them."""
+    if given is None:
+        return
+    shaped(name, given, (length,), (torch.int32 if size == 4 else torch.int64,))
+    _beside(name, given, x)
+    if not given.is_contiguous():
+        raise ValueError(f"{name} has the strides {given.stride()}: give a contiguous tensor")
+
+
+def sums_out(given: Any, x: torch.Tensor, shape: Tuple[int, int]) -> None:
+    """Refuses what no low-latency combine can write sums to."""
+    shaped("out", given, shape, _ROWS)
+    _beside("out", given, x)
+    if given.stride(1) != 1 and given.numel() > 0:
+        raise ValueError(f"out has the strides {given.stride()}: give a tensor whose rows are contiguous")
+
+
+def _beside(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
+    if given.device != x.device:
+        raise ValueError(f"{name} is on {given.device}, and x on {x.device}: give tensors of one device")
