@@ -224,8 +224,8 @@ from_pypi() {
   "$environment/bin/pip" install -q --disable-pip-version-check "${@:2}"
 }
 
-# The files in Python of an engine's wheel, without what it depends on, into target/engines/NAME. Wheels for several
-# versions of Python have the same ones.
+# The files of an engine's wheel but its libraries, without what it depends on, into target/engines/NAME. Wheels for
+# several versions of Python have the same ones.
 engine() {
   local name=$1 version=$2 platform=$3 folder=target/engines/$1
   [ "$(cat "$folder/version" 2>/dev/null)" != "$version" ] || return 0
@@ -235,7 +235,7 @@ engine() {
   .venv-python/bin/python - "$folder" "$folder-wheel/$name-$version"-*.whl <<'END' || return
 import sys, zipfile
 wheel = zipfile.ZipFile(sys.argv[2])
-wheel.extractall(sys.argv[1], [name for name in wheel.namelist() if name.endswith((".py", ".json"))])
+wheel.extractall(sys.argv[1], [name for name in wheel.namelist() if not name.endswith(".so")])
 END
   rm -rf "$folder-wheel"
   echo "$version" >"$folder/version"

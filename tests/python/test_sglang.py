@@ -3,17 +3,14 @@ against a dense reference.
 
 SGLang's classes are unmodified. What they ask of GPUs on their way, a machine without GPUs lacks; `on_the_cpu` has the
 list of stand-ins. Ranks are processes, on CPU tensors, with gloo groups. SGLang has a wheel for each version of Python,
-which asks for 80 packages. So tests/all.sh unpacks its files into a folder, `TOKENYARD_SGLANG_FOLDER` or target/engines/sglang,
-which the ranks alone have in sys.path; `PACKAGES` has the packages that stand-ins take the place of. As a program, this
-file is the ranks: `test_sglang.py ranks 2 4`.
+which asks for 80 packages. So tests/all.sh unpacks its files into a folder, `TOKENYARD_SGLANG_FOLDER` or
+target/engines/sglang, which the ranks alone have in sys.path; stand_ins.py has what stands in for packages. As a
+program, this file is the ranks: `test_sglang.py ranks 2 4`.
 """
 
 import contextlib
 import datetime
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -26,6 +23,7 @@ import types
 
 import pytest
 
+from stand_ins import stand_in_for_sglangs_packages
 from test_torch import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -65,50 +63,6 @@ def run_program(*arguments, **env):
 
 
 # The program
-
-
-# Parts of SGLang, and packages, that it imports for other things than dispatchers, runners and layers: servers,
-# clients, images, tokenizers, kernels. A package that is installed is itself.
-PARTS = ("sglang.lang", "sglang.srt.entrypoints")
-PACKAGES = ("IPython", "aiohttp", "compressed_tensors", "einops", "gguf", "loguru", "openai", "partial_json_parser",
-            "pybase64", "requests", "sentencepiece", "starlette", "torchvision", "tvm_ffi", "zmq")
-
-
-class Anything(type):
-    """A class that is whatever is asked of it while modules are imported: a namespace, a base, a type, a decorator."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name, (), {})
-
-    def __call__(cls, *given, **named):
-        return given[0] if len(given) == 1 and callable(given[0]) and not named else super().__call__()
-
-    def __or__(cls, other):
-        return cls
-
-    __ror__ = __getitem__ = __or__
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules whose attributes are `Anything`, in place of those named."""
-
-    def __init__(self, names):
-        self.names = names
-
-    def find_spec(self, name, path, target=None):
-        if any(name == one or name.startswith(f"{one}.") for one in self.names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = functools.partial(Anything.__getattr__, None)
-        return module
-
-    def exec_module(self, module):
-        pass
 
 
 def on_the_cpu():
@@ -754,11 +708,7 @@ def run_ranks(ranks):
 
 def main(part, *arguments):
     sys.path.append(str(FOLDER))
-    # transformers looks at what there is before the stand-ins are.
-    import transformers.modeling_utils  # noqa: F401
-
-    sys.meta_path.insert(0, StandIns(PARTS))
-    sys.meta_path.append(StandIns(PACKAGES))
+    stand_in_for_sglangs_packages()
     if part == "without_deep_ep":
         sys.path.insert(0, *arguments)
         guard()

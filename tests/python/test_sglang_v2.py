@@ -1,21 +1,19 @@
 """SGLang's dispatcher for DeepEP's version 2 over `tokenyard.install_as("deep_ep")`, against a dense reference.
 
 SGLang's class is unmodified; `on_the_cpu` has what stands in for GPUs. Ranks are processes, on CPU tensors, with a gloo
-group. SGLang is in a folder of its own, `TOKENYARD_SGLANG_FOLDER` or target/engines/sglang, which these ranks alone have in sys.path. As
-a program, this file is the ranks.
+group. SGLang is in a folder of its own, `TOKENYARD_SGLANG_FOLDER` or target/engines/sglang, which these ranks alone have
+in sys.path. As a program, this file is the ranks.
 """
 
-import importlib.abc
-import importlib.machinery
 import multiprocessing
 import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import pytest
 
+from stand_ins import stand_in_for_sglangs_packages
 from test_torch import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -23,8 +21,11 @@ FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG_FOLDER") or ROOT / "targe
 LOCAL, TOP_K, HIDDEN, ALIGNMENT, MOST = 3, 4, 512, 128, 128
 DEADLINE_SECONDS = 100.0
 
+if sys.version_info < (3, 11):
+    pytest.skip("SGLang is for Python 3.11 and later", allow_module_level=True)
 if os.environ.get("TOKENYARD_STRICT") != "1":
-    pytest.importorskip("torch")
+    for package in ("torch", "transformers", "dill", "msgspec", "orjson", "PIL", "psutil", "pydantic"):
+        pytest.importorskip(package, reason=f"could not import {package}: SGLang needs it")
     if not (FOLDER / "sglang" / "srt").is_dir():
         pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
 
@@ -38,21 +39,6 @@ def test_sglang(ranks):
 
 
 # The program
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A package that SGLang imports for other things than its dispatcher: each attribute is a class."""
-
-    def find_spec(self, name, path, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: type(name, (), {}) if not name.startswith("__") else None
-        return module
-
-    def exec_module(self, module):
-        pass
 
 
 def on_the_cpu():
@@ -254,10 +240,7 @@ def run_rank(ranks, rank):
 
 def main(ranks):
     sys.path.append(str(FOLDER))
-    # transformers looks at what there is before the stand-in is.
-    import transformers.modeling_utils  # noqa: F401
-
-    sys.meta_path.append(StandIns())
+    stand_in_for_sglangs_packages()
     import tokenyard
 
     tokenyard.install_as("deep_ep")

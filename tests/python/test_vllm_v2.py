@@ -1,8 +1,8 @@
 """vLLM's prepare and finalize for DeepEP's version 2 over `tokenyard.install_as("deep_ep")`, against a dense reference.
 
-vLLM's class is unmodified; `on_the_cpu` has what stands in for GPUs. Ranks are threads, on CPU tensors. vLLM is in a folder
-of its own, `TOKENYARD_VLLM_FOLDER` or target/engines/vllm, into which tests/all.sh unpacks its files in Python, and which this program alone
-has in sys.path. Of the packages that it asks for, transformers, msgspec and pydantic are needed; others are stood in for.
+vLLM's class is unmodified; `on_the_cpu` has what stands in for GPUs. Ranks are threads, on CPU tensors. vLLM is in a
+folder of its own, `TOKENYARD_VLLM_FOLDER` or target/engines/vllm, into which tests/all.sh unpacks it, and which this
+program alone has in sys.path. Of the packages that it asks for, transformers, msgspec and pydantic are needed; others are stood in for.
 """
 
 import importlib.abc
