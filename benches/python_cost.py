@@ -57,7 +57,9 @@ class Rank:
         draw = torch.Generator().manual_seed(world.rank)
         self.world, self.args, self.on_gpu = world, args, args.device != "cpu"
         # Blocks wait for those of other ranks: those of all ranks that share the GPU must fit at once, as in the program.
-        sms = (torch.cuda.get_device_properties(0).multi_processor_count - 4) // world.size if self.on_gpu and world.size > 1 else None
+        # A rank has two contexts, with that of deep_ep.
+        shared = self.on_gpu and world.size > 1
+        sms = (torch.cuda.get_device_properties(0).multi_processor_count - 4) // (2 * world.size) if shared else None
         self.sms = sms
         self.ep = tokenyard.AllToAll(world, **SHAPE, max_tokens_per_rank=args.tokens, device=args.device, dtype="fp8",
                                      scales="fp32", sms=sms)
