@@ -223,6 +223,21 @@ python() {
   # Engines whose layers run over the package.
   want "transformers from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check transformers accelerate
   want "megatron-core from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check 'megatron-core>=0.16.1,<0.20'
+  # Of vLLM only the Python files, in a folder of their own: other engines look for vllm where packages are.
+  local vllm=target/vllm
+  if [ ! -f $vllm/0.33.0 ] && .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    rm -rf $vllm
+    want "vllm's wheel from PyPI" .venv-python/bin/pip download -q --disable-pip-version-check --no-deps \
+      --only-binary :all: -d $vllm vllm==0.33.0
+    python3 -c 'import sys, zipfile
+for wheel in sys.argv[2:]:
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(sys.argv[1], [name for name in files.namelist() if name.endswith(".py")])' $vllm $vllm/*.whl
+    rm -f $vllm/*.whl && touch $vllm/0.33.0
+  fi
+  export TOKENYARD_VLLM=$PWD/$vllm
+  want "what vllm imports, from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check pydantic regex psutil \
+    cloudpickle msgspec pyyaml tqdm
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
