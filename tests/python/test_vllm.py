@@ -352,6 +352,13 @@ def plugin(what, rank, ranks):
             moe, config_of("bf16"), allow_new_interface=True, all2all_manager=types.SimpleNamespace(world_size=ranks))
         assert "Tokenyard" not in type(made).__name__ and made is not None
         assert moe_of(layer, "deepep_low_latency").moe_parallel_config.use_batched_activation_format
+        # A vLLM of another interface: one error, of which the loader's function makes a warning.
+        import tokenyard.integrations.vllm as integration
+
+        del all2all_utils.maybe_make_prepare_finalize
+        with pytest.raises(ImportError, match="expected that of 0.33.0, got .*maybe_make_prepare_finalize"):
+            integration.register()
+        integration.plugin()
         return
     for name, format in zip(names, (Formats.Standard, Formats.BatchedExperts)):
         parallel = configured(name)

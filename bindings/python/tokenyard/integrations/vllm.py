@@ -6,7 +6,7 @@ vLLM loads `plugin` in each of its processes, by the entry point of this package
 instead. There are two backends:
 
 - `tokenyard_high_throughput`: activations in vLLM's standard format, a row for each (token, rank). The host waits for
-  the counts, and outputs have as many rows as come. In a CUDA graph nobody waits, counts stay on the device, and outputs
+  counts, and outputs have as many rows as come. In a CUDA graph nobody waits, counts stay on the device, and outputs
   have room for the tokens of all ranks.
 - `tokenyard_low_latency`: activations in vLLM's batched format, `[local experts, ranks * max_num_tokens, hidden]`. Rows
   are quantised in dispatch where experts take fp8 in blocks of 128, and weights are applied in combine.
