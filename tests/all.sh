@@ -237,7 +237,7 @@ for wheel in sys.argv[2:]:
   fi
   export TOKENYARD_VLLM=$PWD/$vllm
   want "what vllm imports, from PyPI" .venv-python/bin/pip install -q --disable-pip-version-check pydantic regex psutil \
-    cloudpickle msgspec pyyaml tqdm
+    cloudpickle msgspec pyyaml tqdm urllib3 packaging
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels

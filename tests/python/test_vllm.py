@@ -34,7 +34,7 @@ def needs():
     """What is missing for these tests, or None."""
     if vllm_folder() is None:
         return "TOKENYARD_VLLM names no folder with vLLM's Python files: unpack its wheel there"
-    for package in ("pydantic", "regex", "psutil", "cloudpickle", "msgspec", "yaml", "tqdm"):
+    for package in ("pydantic", "regex", "psutil", "cloudpickle", "msgspec", "yaml", "tqdm", "urllib3"):
         if importlib.util.find_spec(package) is None:
             return f"could not import '{package}', which vLLM imports: install {package}"
     return None
