@@ -241,13 +241,16 @@ END
   echo "$version" >"$folder/version"
 }
 
-# SGLang, which is for Python 3.11 and later, and the small packages that its import needs.
+# SGLang, which is for Python 3.11 and later, and the packages that its import needs.
 sglang() {
   from_pypi .venv-python dill msgspec orjson pillow psutil pydantic && engine sglang 0.5.23 manylinux_2_34_x86_64
 }
 
-# vLLM, which is for Python 3.10 and later.
-vllm() { from_pypi .venv-python msgspec pydantic && engine vllm 0.33.0 manylinux_2_28_x86_64; }
+# vLLM likewise.
+vllm() {
+  from_pypi .venv-python cloudpickle msgspec packaging psutil pydantic pyyaml regex tqdm urllib3 &&
+    engine vllm 0.33.0 manylinux_2_28_x86_64
+}
 
 # What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is
 # supported; and engines whose layers run over the package. torch brings its own CUDA.

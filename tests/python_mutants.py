@@ -34,7 +34,13 @@ ARRAYS, ARGUMENTS, CONTEXT, WORLDS = (f"{NATIVE}/{name}.rs" for name in ("arrays
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 PERMUTED = "test_hybrid.py"
 
+VLLM = f"{PACKAGE}/integrations/vllm.py"
+
 MUTANTS = [
+    ("experts of vLLM numbered from 0 on each rank", VLLM, "elsewhere, local + first)", "elsewhere, local)", "test_vllm.py"),
+    ("weights applied twice", VLLM, "weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights",
+     "weights = topk_weights", "test_vllm.py"),
+    ("other backends of vLLM treated as these", VLLM, "if backend not in _NAMES:", "if backend is None:", "test_vllm.py"),
     ("counts not rounded up", BUFFER, "[-(-rows // alignment) * alignment for rows in experts]", "list(experts)", DEEP_EP),
     ("the mask inverted", BUFFER, "(self._mask() != 0)", "(self._mask() == 0)", DEEP_EP),
     ("weights squared on their way back", BUFFER, "words = topk_weights.contiguous()", "words = topk_weights.square()", DEEP_EP),
