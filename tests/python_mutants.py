@@ -23,6 +23,7 @@ PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
 BUFFER, CONTEXTS, CONFIG = (f"{PACKAGE}/deep_ep/{name}.py" for name in ("_buffer", "_contexts", "_config"))
 ARRAYS, ARGUMENTS, CONTEXT = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context"))
+BENCH = f"{PACKAGE}/bench.py"
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py"
 
@@ -59,6 +60,10 @@ MUTANTS = [
     ("sums written over what was there", CONTEXT, ".accumulate(accumulate)", ".accumulate(accumulate && false)", DEEP_EP),
     ("new rows in the context's format", CONTEXT, "format.unwrap_or(&handle.format)", "format.unwrap_or(&self.format)",
      PLAIN),
+    ("rows of other tokens not compared", BENCH, "wanted = torch.full_like(found, 255)", "wanted = found.clone()", "test_bench.py"),
+    ("a NaN within the bound", BENCH, "(~(error <= bound)).sum()", "(error > bound).sum()", "test_bench.py"),
+    ("scales not compared", BENCH, "(words[rows] != _bytes(self.scales[tokens])).sum()", "(words[rows] != words[rows]).sum()",
+     "test_bench.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 
