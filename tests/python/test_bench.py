@@ -1,4 +1,4 @@
-"""`python -m tokenyard.bench`: ranks as threads and under torchrun, its JSON, its checks, and options that it refuses."""
+"""`python -m tokenyard.bench`: ranks as threads and under torchrun, its JSON, its checks, and what it refuses."""
 
 import json
 import os
