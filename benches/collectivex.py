@@ -1,4 +1,4 @@
-"""tokenyard as a backend of CollectiveX, the comparison of dispatch and combine in InferenceX (experimental/CollectiveX).
+"""tokenyard as a backend of CollectiveX, InferenceX's comparison of dispatch and combine (experimental/CollectiveX).
 
 CollectiveX drives a backend through `create_buffer`, `dispatch`, `stage`, `combine`, `recv_tokens`, `inspect_dispatch`
 and `combine_transformed`. `TokenyardBackend` has these. Its base class is CollectiveX's `EPBackend` where that is importable,
@@ -47,11 +47,12 @@ class TokenyardBackend(EPBackend):
     SUPPORTED_PRECISIONS = ("bf16",)
     stage_device_work = False
     roundtrip_only = False
-    # A handle serves any number of combines, and a dispatch needs none. The first two names are of later versions.
+    # A handle serves any number of combines, and a dispatch needs none. Versions of CollectiveX name this differently.
     requires_fresh_pair = False
-    combine_reduction = "domain-fp32"
     combine_needs_redispatch = False
     dispatch_needs_combine_cleanup = False
+    # Each rank's part of a sum is rounded to bf16, and the parts are added in fp32.
+    combine_reduction = "domain-fp32"
 
     def __init__(self, args, rank, world_size, local_rank, device):
         super().__init__(args, rank, world_size, local_rank, torch.device(device))
@@ -72,7 +73,7 @@ class TokenyardBackend(EPBackend):
                                      max_tokens_per_rank=spec.max_tokens_per_rank, device=str(self.device))
 
     def dispatch(self, problem):
-        """Sends `problem.dispatch_x`; the handle has `got`, what came, of which later dispatches of the problem write."""
+        """Sends `problem.dispatch_x`; the handle has `got`, what came, until the problem's next dispatch."""
         made = getattr(problem, "tokenyard", None)
         if made is None:
             output, got = self.ep.output(problem.dispatch_x, layout=self.layout, also=[] if self.low_latency else ["row_count"])
@@ -102,8 +103,8 @@ class TokenyardBackend(EPBackend):
     def inspect_dispatch(self, problem, handle):
         """Rows that came, `payload` `[n, hidden]`, their experts' numbers, weights and `local_expert_counts`.
 
-        `expert_ids` and `weights` are `[n, top_k]`, -1 and 0 where a choice is none of this rank. In the low-latency mode
-        `expert_ids` is `[n]`, and rows have no weights.
+        `expert_ids` and `weights` are `[n, top_k]`, -1 and 0 where a choice is none of this rank. In the low-latency
+        mode `expert_ids` is `[n]`, and rows have no weights.
         """
         got, numbers = handle.got, torch.tensor(self.ep.local_experts, device=handle.got.rows.device)
         counts = got.counts.long()

@@ -331,7 +331,7 @@ def plot(results, title):
     from xml.sax.saxutils import escape
 
     ran = [each for each in results if "missing" not in each]
-    most = max(each["dispatch_us"]["p50"] + each["combine_us"]["p50"] for each in ran)
+    most = max((each["dispatch_us"]["p50"] + each["combine_us"]["p50"] for each in ran), default=1.0)
     high = 60 + 34 * len(ran)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="860" height="{high}" font-family="sans-serif" font-size="13">',
              f'<rect width="860" height="{high}" fill="white"/>', f'<text x="10" y="20">{escape(title)}</text>',
