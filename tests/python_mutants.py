@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
-SGLANG = f"{PACKAGE}/integrations/sglang.py"
+SGLANG, VLLM = (f"{PACKAGE}/integrations/{name}.py" for name in ("sglang", "vllm"))
 BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
     f"{PACKAGE}/deep_ep/{name}.py"
     for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
@@ -30,11 +30,10 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
 CHOICES = f"{PACKAGE}/_choices.py"
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds"))
+BENCH = f"{PACKAGE}/bench.py"
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 PERMUTED = "test_hybrid.py"
-
-VLLM = f"{PACKAGE}/integrations/vllm.py"
 
 MUTANTS = [
     ("experts of vLLM numbered from 0 on each rank", VLLM, "elsewhere, local + first)", "elsewhere, local)", "test_vllm.py"),
@@ -106,6 +105,10 @@ MUTANTS = [
     ("handles in pickled exceptions", ERRORS, " if name not in _MADE", "", "test_close.py"),
     ("an all-gather that gc cannot see", WORLDS, "map_or(Ok(()), |all_gather| visit.call(&*all_gather))",
      "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),
+    ("rows of other tokens not compared", BENCH, "wanted = torch.full_like(found, 255)", "wanted = found.clone()", "test_bench.py"),
+    ("a NaN within the bound", BENCH, "(~(error <= bound)).sum()", "(error > bound).sum()", "test_bench.py"),
+    ("scales not compared", BENCH, "(words[rows] != _bytes(self.scales[tokens])).sum()", "(words[rows] != words[rows]).sum()",
+     "test_bench.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 

@@ -19,7 +19,6 @@ from tokenyard import deep_ep  # noqa: E402: after torch, without which there is
 HIDDEN, LOCAL = 256, 3
 # "cuda": all ranks share a GPU, each with streams of its own and a part of the multiprocessors.
 DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
-SMS = 16
 # Ranks learn soon that another one failed.
 deep_ep.HybridEPBuffer.timeout_seconds = 15.0
 
@@ -97,8 +96,9 @@ def sums(tokens, rank, x):
     return x[rank].cpu().double() * (tokens.map[rank].cpu() * factors).sum(1, keepdim=True)
 
 
+# Where ranks share a GPU, the old and the new context of all of them fit.
 def made(world, kind=deep_ep.HybridEPBuffer, **how):
-    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=SMS, **how)
+    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=64 // world.size, **how)
 
 
 def check_permuted(tokens, rank, got, align, dtype):

@@ -202,6 +202,21 @@ def test_compiled_into_graphs(gradients):
     assert seen[-1] == seen[-3] > 0
 
 
+@pytest.mark.parametrize("placement", [[0] * 6 + [1] * 6, [1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0], [0, 1] * 6])
+def test_numbers_of_local_experts(placement):
+    case = Case(ranks=2, experts=12, seed=30)
+
+    def rank(world):
+        ep = context(world, case, placement=placement)
+        local = torch.tensor([3, 0, -1, 5, 2, 1, 4], dtype=torch.int32, device=DEVICE)
+        numbers = ops._numbers(ep, local)
+        own = [e for e in range(12) if placement[e] == world.rank]
+        settle(DEVICE)
+        assert numbers.dtype == torch.int32 and numbers[local >= 0].tolist() == [own[i] for i in (3, 0, 5, 2, 1, 4)]
+
+    in_threads(DEVICE, 2, rank)
+
+
 def test_compiled_ranks():
     case = Case(seed=24)
 

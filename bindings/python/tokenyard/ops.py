@@ -164,22 +164,32 @@ def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor], top_k
 
 
 _EXPERTS: MutableMapping[AllToAll, Dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
+_FEW_RUNS = 4
 
 
-def _experts(ep: AllToAll, device: torch.device) -> torch.Tensor:
-    """Numbers of this rank's experts. Copied once, as a capture refuses copies from memory that is not pinned."""
+def _numbers(ep: AllToAll, local: torch.Tensor) -> torch.Tensor:
+    """The experts that local numbers stand for, where these are 0 or more.
+
+    Ranks have one or two runs of consecutive experts, unless a table of placement scatters them. Then the numbers are
+    copied once: not in the first call of a graph whose memory torch owns, which refuses tensors that outlive it."""
+    experts = ep.local_experts
+    jumps = [(i, experts[i] - experts[i - 1] - 1) for i in range(1, len(experts)) if experts[i] != experts[i - 1] + 1]
+    if len(jumps) < _FEW_RUNS:
+        numbers = local + (experts[0] if experts else 0)
+        for first, jump in jumps:
+            numbers = torch.where(local >= first, numbers + jump, numbers)
+        return numbers
     made = _EXPERTS.setdefault(ep, {})
-    if device not in made:
-        made[device] = torch.tensor(ep.local_experts, dtype=torch.int32).to(device)
-    return made[device]
+    if local.device not in made:
+        made[local.device] = torch.tensor(experts, dtype=torch.int32).to(local.device)
+    return made[local.device][local.clamp(min=0).long()]
 
 
 def _weigh(ep: AllToAll, made: Dict[str, torch.Tensor]) -> None:
     """Computes row weights: those of the choice that names the row's expert."""
     local, words = made["row_expert"], made["payload"].flatten(0, -2)
-    experts = _experts(ep, local.device)
     named, weights = words[:, : ep.top_k].view(torch.int32), words[:, ep.top_k :]
-    of_row = experts[local.clamp(min=0).long()] if experts.numel() else local
+    of_row = _numbers(ep, local)
     match = _choices.of_rows(named, of_row, local, made["source"] if ep.duplicates else None)
     made["row_weights"].copy_(torch.where(match, weights, 0).sum(1).view_as(made["row_weights"]))
 

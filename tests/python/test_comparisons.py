@@ -1,0 +1,137 @@
+"""benches/compare.py on CPU ranks, and the backend of benches/collectivex.py against the reference."""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+import rig
+
+torch = rig.the_torch()
+
+import torch.distributed as dist  # noqa: E402
+
+import tokenyard  # noqa: E402
+from tokenyard import bench  # noqa: E402
+
+BENCHES = pathlib.Path(__file__).parents[2] / "benches"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+compare, collectivex = script("compare"), script("collectivex")
+SMALL = ["--device", "cpu", "--tokens", "6", "--hidden", "64", "--experts", "8", "--top-k", "3", "--rounds", "2", "--iters", "1"]
+RUN = ["tokenyard AllToAll", "tokenyard deep_ep, normal", "tokenyard deep_ep, low latency", "torch all_to_all_single"]
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_compare(tmp_path, torchrun):
+    launch, ranks = ([], ["--world", "2"])
+    if torchrun:
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        ranks = []
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")]
+    done = subprocess.run([sys.executable, *launch, str(BENCHES / "compare.py"), *SMALL, *ranks, *files], capture_output=True,
+                          text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["world"] == (4 if torchrun else 2) and {"commit", "date", "device_name", "torch", "version"} <= set(found)
+    by_name = {each["name"]: each for each in found["results"]}
+    # Every contender is in the table, also those that did not run.
+    assert list(by_name) == [kind.name for kind in compare.CONTENDERS]
+    assert all(f"| {name} |" in done.stdout for name in by_name)
+    svg = (tmp_path / "r.svg").read_text()
+    for name in RUN:
+        each = by_name[name]
+        assert (each["wrong"], each["differ"], each["checked"]) == (0, 0, 4), each
+        assert each["dispatch_us"]["p50"] > 0 and each["combine_us"]["p95"] > 0 and f">{name}<" in svg
+    for each in by_name.values():
+        assert "missing" in each or each["wrong"] == each["differ"] == 0
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield argparse.Namespace(world=1, tokens=6, hidden=64, experts=8, top_k=3, seed=1, warmup=0, rounds=1, iters=1)
+    dist.destroy_process_group()
+
+
+def test_a_wrong_contender_is_found(alone, monkeypatch):
+    right = compare.Permuted.combine
+
+    def wrong(self, got, rows):
+        return right(self, (*got[:-1], got[-1].flip(0)), rows)
+
+    monkeypatch.setattr(compare.Permuted, "combine", wrong)
+    monkeypatch.setattr(compare, "CONTENDERS", [compare.Plain, compare.Permuted, compare.Absent("no such", "no_such_module")])
+    plain, permuted, absent = compare.measure(alone, 0, torch.device("cpu"))
+    assert (plain["wrong"], plain["differ"]) == (0, 0) and permuted["wrong"] > 0 and permuted["differ"] > 0
+    assert absent == {"name": "no such", "missing": "not installed: no_such_module"}
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_collectivex(mode):
+    shape = bench.Shape(3, 7, 64, 6, 3, "bf16", "token" if mode == "normal" else "masked")
+    reference, per_rank = bench.Reference(shape, 5), shape.experts // shape.world
+
+    def rank(world):
+        class Backend(collectivex.TokenyardBackend):
+            name = "tokenyard-in-threads"
+
+            def world(self):
+                return world
+
+        backend = Backend(types.SimpleNamespace(mode=mode, experts=shape.experts), world.rank, world.size, world.rank, "cpu")
+        backend.create_buffer(types.SimpleNamespace(hidden=64, experts=6, topk=3, max_tokens_per_rank=9))
+        given = bench.inputs(shape, 5, world.rank)
+        problem = backend.make_problem(shape.tokens, given.ids, given.weights, given.x)
+        for _ in range(2):
+            # The second dispatch comes without a combine of the first.
+            handle = backend.dispatch(problem)
+        view = backend.inspect_dispatch(problem, handle)
+        _, tokens, _ = reference.places(world.rank, 0)
+        assert backend.recv_tokens(handle) == len(tokens) == len(view.payload)
+        assert torch.equal(view.payload, reference.x[tokens])
+        assert view.local_expert_counts.tolist() == reference.counts(world.rank)
+        if mode == "normal":
+            for n, token in enumerate(tokens.tolist()):
+                named = zip(reference.ids[token].tolist(), reference.weights[token].tolist())
+                wanted = sorted(pair for pair in named if pair[0] // per_rank == world.rank)
+                pairs = zip(view.expert_ids[n].tolist(), view.weights[n].tolist())
+                assert sorted(pair for pair in pairs if pair != (-1, 0.0)) == wanted
+            transformed = reference.partial(world.rank, tokens)[0]
+        else:
+            counts = torch.tensor(reference.counts(world.rank))
+            own = torch.tensor(shape.experts_of(world.rank))
+            assert torch.equal(view.expert_ids, own.repeat_interleave(counts))
+            parts = [reference.of_expert(e, reference.tokens_of(e)) for e in shape.experts_of(world.rank)]
+            transformed = torch.cat(parts)
+        out = backend.combine_transformed(problem, handle, transformed)
+        assert reference.wrong_sums(world.rank, out)[0] == 0
+        # As in CollectiveX's loops: combine again by the same handle, of what came.
+        for _ in range(2):
+            backend.stage(problem, handle)
+            out = backend.combine(problem, handle).double()
+        ids = reference.ids[world.rank * 7 : world.rank * 7 + 7]
+        ranks = torch.tensor([len({e // per_rank for e in row}) for row in ids.tolist()])
+        factor = ranks if mode == "normal" else given.weights.double().sum(1)
+        wanted = given.x.double() * factor[:, None]
+        assert ((out - wanted).abs() <= 3 * 2.0**-8 * wanted.abs() + 1e-6).all()
+        world.barrier()
+
+    rig.in_ranks(tokenyard.World.threads(3), rank)
+
+
+def test_collectivex_refuses_other_modes():
+    with pytest.raises(ValueError, match="args.mode is 'other': give one of normal, low-latency"):
+        collectivex.TokenyardBackend(types.SimpleNamespace(mode="other"), 0, 1, 0, "cpu")
