@@ -98,7 +98,7 @@ def sums(tokens, rank, x):
 
 # Where ranks share a GPU, the old and the new context of all of them fit.
 def made(world, kind=deep_ep.HybridEPBuffer, **how):
-    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=64 // world.size, **how)
+    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=32 // world.size, **how)
 
 
 def check_permuted(tokens, rank, got, align, dtype):
