@@ -96,12 +96,12 @@ SPECIAL = ("stages_us", "rows", "ranks_per_gpu", "counts_us", "again_us")
 
 
 def verified():
-    """Path and result of all kept GPU results, in order."""
+    """Path and result of all kept GPU results of the program, in order."""
     found = []
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
-        for name in (name for name in names if name.endswith(".json") and not name.startswith("sms-")):
+        for name in (name for name in names if name.endswith(".json") and not name.startswith(("sms-", "python-cost"))):
             for result in results_of(os.path.join(place, name)):
                 if "rows" in result:
                     continue
