@@ -493,8 +493,8 @@ impl Context {
         found(py, &*self.ep.get(py)?)
     }
 
-    /// Gives the context up, after calls of other threads on the CPU device. Later calls raise `ClosedError`; handles may
-    /// go before or after. Local; may be called again, and in the child of a fork, where it does nothing.
+    /// Gives the context up, after calls of other threads on the CPU device. Later calls raise `ClosedError`; handles
+    /// may go before or after. Local; may be called again, and in the child of a fork, where it does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if !self.ep.is_of_this_process() {
             return Ok(());

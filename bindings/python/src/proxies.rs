@@ -17,11 +17,11 @@ const NETWORKS: [&str; 5] = ["verbs", "efa", "tcp", "shm", "simulated"];
 ///
 /// `network`: "verbs" (RDMA NICs of InfiniBand or RoCE), "efa", "tcp" or "shm" (by libfabric), or "simulated" (between
 /// processes of one host, for tests: it delays and reorders as much as a real one may, as drawn from `seed`). `nics`:
-/// NICs of this rank, the same on all ranks. `names`: devices of verbs or domains of EFA, of which NIC i uses number
-/// i modulo their number; by default all that there are. `source`: for tcp the local address; by default the first
-/// that the provider lists. `gpu`: number of the GPU whose memory the NICs may register; by default host memory alone.
-/// `silence`: seconds after which a silent peer is lost. `core`: a CPU to pin the thread to. `spinners`: threads of this
-/// host that spin; with more of them than cores an idle proxy yields.
+/// NICs of this rank, the same on all ranks. `names`: devices of verbs or domains of EFA, of which NIC i uses number i
+/// modulo their number; by default all that there are. `source`: for tcp the local address; by default the first that
+/// the provider lists. `gpu`: number of the GPU whose memory the NICs may register; by default host memory alone.
+/// `silence`: seconds after which a silent peer is lost. `core`: a CPU to pin the thread to. `spinners`: threads of
+/// this host that spin; with more of them than cores an idle proxy yields.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Proxy {
     pub inner: Closable<tokenyard::Proxy>,
@@ -78,8 +78,8 @@ impl Proxy {
         Ok(Proxy { inner: Closable::new("proxy", spawned), network: network.to_owned() })
     }
 
-    /// Gives the proxy up: the thread ends once no context uses it. Later contexts are refused with `ClosedError`. Local;
-    /// may be called again.
+    /// Gives the proxy up: the thread ends once no context uses it. Later contexts are refused with `ClosedError`.
+    /// Local; may be called again.
     fn close(&self, py: Python<'_>) {
         let left = self.inner.close();
         py.detach(|| drop(left));

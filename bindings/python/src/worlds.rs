@@ -17,8 +17,8 @@ use tokenyard::{Error, Rank};
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct World {
     pub inner: Closable<tokenyard::World>,
-    /// The caller's, which calls of this object lend to the library (`LENT`): the library owns none, so that the garbage
-    /// collector sees each reference.
+    /// The caller's, which calls of this object lend to the library (`LENT`): the library owns none, so that the
+    /// garbage collector sees each reference.
     all_gather: Mutex<Option<Py<PyAny>>>,
     // Facts that stay known when the world is closed.
     rank: u32,
@@ -111,8 +111,8 @@ impl World {
         Ok(self.inner.get(py)?.nodes().to_vec())
     }
 
-    /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share no
-    /// memory, and write to each other over the network of their proxies.
+    /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share
+    /// no memory, and write to each other over the network of their proxies.
     fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {
         let world = (**self.inner.get(py)?).clone();
         let split = world.with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
@@ -142,8 +142,8 @@ impl World {
         Ok(World::of(self.wait(py, || world.regroup(generation, &members))?, None))
     }
 
-    /// Leaves the world, which is done once no context of it is alive. Later collectives raise `ClosedError`. Local; may
-    /// be called again, before or after contexts of the world are closed, and in the child of a fork, where it does
+    /// Leaves the world, which is done once no context of it is alive. Later collectives raise `ClosedError`. Local;
+    /// may be called again, before or after contexts of the world are closed, and in the child of a fork, where it does
     /// nothing.
     fn close(&self, py: Python<'_>) {
         let left = self.inner.close();
