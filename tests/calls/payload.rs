@@ -7,7 +7,7 @@ use rig::{EXPERTS, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, nodes, on_ranks, t
 use std::time::Duration;
 use tokenyard::*;
 
-const MOST: usize = 20;
+const MOST: usize = 100;
 
 /// Bits beside a row: of a number, zeros of either sign among them, or any, those of zeros and NaNs among them.
 fn word(expert: usize, source: usize, token: usize, j: usize, gathered: bool) -> u32 {
@@ -60,6 +60,9 @@ fn bring(world: &World, rig: &Rig) {
             (6, false, false),
             (10, true, false),
             (20, false, true),
+            // More than go while a short row is loaded.
+            (100, false, false),
+            (50, true, true),
         ] {
             let made: Vec<u8> = (0..rig.capacity)
                 .flat_map(|row| (0..words).map(move |j| (row, j)))
@@ -205,10 +208,12 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
     rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();
     // Words beyond any number are refused as others are.
-    let room = Rig::with(&world, |builder| with_room(builder).combine_dtype(Dtype::Bf16));
+    let few = 20;
+    let room =
+        Rig::with(&world, |builder| builder.tuning(|tuning| tuning.payload_words = few).combine_dtype(Dtype::Bf16));
     room.route_all(1);
     let handle = room.ep.dispatch(&room.stream, &room.tokens(MAX_TOKENS), &room.output(room.capacity)).unwrap();
-    for words in [MOST + 1, 1 << 32, 1 << 62, 1 << 63, usize::MAX] {
+    for words in [few + 1, 1 << 32, 1 << 62, 1 << 63, usize::MAX] {
         for gathered in [false, true] {
             let rows = room.expert_rows().payload(Payload { view: room.rows.view(), words, gathered });
             let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err();
@@ -216,7 +221,7 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
         }
     }
     let rows =
-        room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: 20, gathered: false });
+        room.expert_rows().dtype(Dtype::Fp32).payload(Payload { view: room.rows.view(), words: few, gathered: false });
     let error = room.ep.combine(&room.stream, &handle, &rows, &room.combined()).unwrap_err().to_string();
     assert!(error.contains("416 bytes with its payload") && error.contains("this arena have 288"), "{error}");
     // A dtype that no combine takes is refused where it is stated.
