@@ -290,7 +290,7 @@ pub use bindings::api::{CallStatistics, SilentRank, Stage, Stats};
 // ---- networks between nodes
 pub use proxy::driver::{Clock, ThreadConfig};
 pub use proxy::machine::Liveness;
-pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
+pub use proxy::{AnyTransport, FlagPlace, Network, NetworkConfig, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
 pub use transport::memory::{DmaBuf, DmaBufMapping, GpuDirect, dma_buf, gpu_direct};
 pub use transport::{network, topology};

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 import tokenyard  # noqa: E402
 from tokenyard import deep_ep, ops  # noqa: E402
+from tokenyard.bench import in_threads  # noqa: E402
 
 SHAPE = dict(hidden=7168, experts=256, top_k=8)
 # Calls between two waits for the device; each is a few launches, and the queue has room for a thousand.
@@ -176,29 +177,6 @@ def quantiles(nanoseconds):
     return {"p50": statistics.median(ordered) / 1000, "p99": ordered[len(ordered) * 99 // 100] / 1000}
 
 
-def in_threads(ranks, work):
-    """`work(world)` of each rank in a thread, on a stream of its own."""
-    results, failures = [None] * ranks, []
-
-    def run(world, stream):
-        try:
-            with torch.cuda.stream(stream):
-                results[world.rank] = work(world)
-        except BaseException as failure:  # noqa: BLE001: raised again below
-            failures.append(failure)
-
-    # None leaves the current stream as it is.
-    streams = [torch.cuda.Stream(0) if torch.cuda.is_available() else None for _ in range(ranks)]
-    threads = [threading.Thread(target=run, args=each) for each in zip(tokenyard.World.threads(ranks), streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return results
-
-
 def programs(ranks, args):
     """What the program measures in a graph: microseconds of dispatch and combine."""
     with tempfile.TemporaryDirectory() as folder:
@@ -219,11 +197,13 @@ def main():
         lock = threading.Lock()
 
         def work(world):
-            rank = Rank(world, args)
-            host = rank.host_times()
-            replay = rank.replay_time(lock) if rank.on_gpu else None
-            world.barrier()
-            return host, replay
+            # None leaves the current stream as it is.
+            with torch.cuda.stream(torch.cuda.Stream(0) if args.device != "cpu" else None):
+                rank = Rank(world, args)
+                host = rank.host_times()
+                replay = rank.replay_time(lock) if rank.on_gpu else None
+                world.barrier()
+                return host, replay
 
         host, replay = in_threads(ranks, work)[0]
         result = {"ranks": ranks, "tokens": args.tokens, "calls": args.calls, "host_us": host, "replay": replay}

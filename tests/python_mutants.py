@@ -29,7 +29,9 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
 )
 CHOICES = f"{PACKAGE}/_choices.py"
 ERRORS = f"{PACKAGE}/_errors.py"
-ARRAYS, ARGUMENTS, CONTEXT, WORLDS = (f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds"))
+ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
+    f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
+)
 BENCH = f"{PACKAGE}/bench.py"
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
@@ -102,6 +104,10 @@ MUTANTS = [
      "topk_weights.float()", "test_ops_refused.py"),
     ("a refused dispatch sent", CALLS, "        must_lie(layout, align)\n        also = _further(also)\n        try:", "        try:",
      "test_ops_refused.py"),
+    ("a proxy left out", CONTEXT, "            builder = builder.proxy(&proxy);\n", "            let _ = &proxy;\n", "test_nodes.py"),
+    ("another network opened", PROXIES, '("tcp", Network::Tcp)', '("tcp", Network::Verbs)', "test_nodes.py"),
+    ("errors kept by their own frames", ERRORS, "            raise error\n        finally:\n            del error\n",
+     "            raise error\n        finally:\n            pass\n", "test_deep_ep_refused.py"),
     ("handles in pickled exceptions", ERRORS, " if name not in _MADE", "", "test_close.py"),
     ("an all-gather that gc cannot see", WORLDS, "map_or(Ok(()), |all_gather| visit.call(&*all_gather))",
      "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),

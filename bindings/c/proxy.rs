@@ -11,11 +11,7 @@ use super::world::{tokenyard_world_t, waiting};
 use crate::base::{Error, Result};
 use crate::proxy::driver::ThreadConfig;
 use crate::proxy::machine::Liveness;
-use crate::proxy::{AnyTransport, Proxy, ProxyConfig};
-use crate::transport::World;
-use crate::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
-use crate::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
-use crate::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
+use crate::proxy::{Network, NetworkConfig, Proxy, ProxyConfig};
 use std::ffi::c_char;
 
 /// A network between nodes; it is never left out.
@@ -69,40 +65,31 @@ unsafe impl Versioned for tokenyard_proxy_config_t {
 
 /// # Safety
 /// Its pointers are NULL, or of objects, lists and strings as their fields state.
-unsafe fn open(world: &World, given: &tokenyard_proxy_config_t) -> Result<AnyTransport> {
-    let nics = given.nics.max(1) as usize;
-    // SAFETY: as the caller says.
-    let names = unsafe { names(given)? };
-    // SAFETY: as the caller says.
-    let source = unsafe { text("source", given.source)? }.map(str::to_owned);
-    // SAFETY: as the caller says.
-    let gpu = unsafe { given.device.as_ref() }.and_then(|device| device.0.ordinal());
-    let libfabric = |provider: &str| -> Result<AnyTransport> {
-        let mut config = LibfabricConfig::new(provider);
-        (config.nics, config.domains, config.source, config.gpu) = (nics, names.clone(), source.clone(), gpu);
-        Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?))
-    };
-    match given.network {
-        TOKENYARD_NETWORK_VERBS => {
-            let config = VerbsConfig { devices: names, nics, gpu, ..VerbsConfig::default() };
-            Ok(Box::new(VerbsEndpoint::open(world.rank(), config)?))
-        }
-        TOKENYARD_NETWORK_EFA => libfabric("efa"),
-        TOKENYARD_NETWORK_TCP => libfabric("tcp"),
-        TOKENYARD_NETWORK_SHM => libfabric("shm"),
-        TOKENYARD_NETWORK_SIMULATED => {
-            let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(given.seed) };
-            Ok(Box::new(ProcessEndpoint::open(world.rank(), &token(world)?, config)?))
-        }
+unsafe fn network(given: &tokenyard_proxy_config_t) -> Result<NetworkConfig> {
+    let mut config = NetworkConfig::new(match given.network {
+        TOKENYARD_NETWORK_VERBS => Network::Verbs,
+        TOKENYARD_NETWORK_EFA => Network::Efa,
+        TOKENYARD_NETWORK_TCP => Network::Tcp,
+        TOKENYARD_NETWORK_SHM => Network::Shm,
+        TOKENYARD_NETWORK_SIMULATED => Network::Simulated,
         network => {
             let advice = "give one of the constants that tokenyard.h lists for it";
-            Err(Error::argument("network", network, advice))
+            return Err(Error::argument("network", network, advice));
         }
-    }
+    });
+    config.nics = given.nics.max(1) as usize;
+    // SAFETY: as the caller says.
+    config.names = unsafe { names(given)? };
+    // SAFETY: as the caller says.
+    config.source = unsafe { text("source", given.source)? }.map(str::to_owned);
+    // SAFETY: as the caller says.
+    config.gpu = unsafe { given.device.as_ref() }.and_then(|device| device.0.ordinal());
+    config.seed = given.seed;
+    Ok(config)
 }
 
 /// # Safety
-/// As `open`.
+/// As `network`.
 unsafe fn names(given: &tokenyard_proxy_config_t) -> Result<Vec<String>> {
     // SAFETY: as the caller says.
     let names = unsafe { list("names", given.names, given.names_count as usize)? };
@@ -112,17 +99,6 @@ unsafe fn names(given: &tokenyard_proxy_config_t) -> Result<Vec<String>> {
         name.map(str::to_owned).ok_or_else(|| Error::argument("names", "with NULL", "give as many as names_count says"))
     };
     names.iter().map(name).collect()
-}
-
-/// Rank 0's random number, by which ranks of a simulated network know each other. Collective.
-fn token(world: &World) -> Result<Vec<u8>> {
-    let mut own = [0u8; 16];
-    let drawn = getrandom::fill(&mut own).map_err(|error| {
-        Error::bootstrap(format!("no random token: {error}"), "the simulated network needs the system's random numbers")
-    });
-    world.agree("token of a simulated network", drawn.as_ref().err())?;
-    drawn?;
-    Ok(world.all_gather("token of a simulated network", &own)?.into_iter().next().unwrap_or_default())
 }
 
 /// Opens a network and starts the rank's proxy over it. Every rank of a world of several nodes has one, which all its
@@ -150,7 +126,7 @@ pub unsafe extern "C" fn tokenyard_proxy_create(
             config.liveness.silence_ns = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
         }
         // SAFETY: the caller's pointers.
-        let transport = unsafe { open(world, &given)? };
+        let transport = unsafe { network(&given)? }.open(world)?;
         out.give(tokenyard_proxy_t(Proxy::spawn(world, transport, config)?));
         Ok(())
     })

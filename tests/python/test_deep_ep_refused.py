@@ -1,6 +1,8 @@
 """`tokenyard.deep_ep`: what calls refuse names the argument, and the next calls of the same Buffer are right."""
 
+import gc
 import os
+import weakref
 
 import pytest
 
@@ -162,3 +164,24 @@ def test_a_dispatch_with_an_expert_that_is_none_is_finished_and_combined(how):
         world.barrier()
 
     in_threads("cpu", 2, work)
+
+
+@pytest.mark.parametrize("how", ["counted", "worst", "elastic counted", "elastic"])
+def test_errors_are_gone_once_they_are_caught(how):
+    """As of other calls: an exception in a frame that it has itself would keep what it holds until gc."""
+    c = Calls(tokenyard.World.threads(1)[0])
+    wrong = torch.full_like(c.ids, 99)
+    elastic = deep_ep.ElasticBuffer(tokenyard.World.threads(1)[0], num_max_tokens_per_rank=TOKENS, hidden=HIDDEN)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            if how.startswith("elastic"):
+                elastic.dispatch(c.x, topk_idx=wrong, num_experts=EXPERTS, do_cpu_sync=how.endswith("counted"))
+            else:
+                c.normal(topk_idx=wrong, num_worst_tokens=TOKENS if how == "worst" else 0)
+        except tokenyard.RoutingError as error:
+            gone = weakref.ref(error.dispatched[0])
+        assert gone() is None
+    finally:
+        gc.enable()

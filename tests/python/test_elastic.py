@@ -609,7 +609,7 @@ def test_what_is_refused():
         for rows in (x.view(torch.uint8), x[:, ::2].contiguous().view(torch.uint8)):
             refused(NotImplementedError, "x is torch.uint8: there are no nvfp4 rows", dispatch, rows, ids, **named)
         refused(TypeError, "x is torch.float64: give bf16, fp16, fp32, fp8", dispatch, x.double(), ids, **named)
-        refused(ValueError, r"x is \[4, 512, 1\]: give \[tokens, hidden\]", dispatch, x[:, :, None], ids, **named)
+        refused(ValueError, r"x has the shape \[4, 512, 1\]: give a tensor of 2 dimensions", dispatch, x[:, :, None], ids, **named)
         fp8 = here(torch.zeros((4, HIDDEN))).to(torch.float8_e4m3fn)
         refused(TypeError, "scale factors of x are torch.uint8: give fp32", dispatch, (fp8, fp8.view(torch.uint8)), ids, **named)
         refused(ValueError, r"scale factors of x are \[3, 4\]: give \[4, words\]", dispatch, (fp8, here(torch.zeros(3, 4))), ids, **named)
@@ -619,10 +619,10 @@ def test_what_is_refused():
         refused(TypeError, "topk_idx is torch.float32: give int64 or int32", dispatch, x, ids.float(), **named)
         refused(ValueError, r"topk_idx is \[3, 4\]: give \[4, top_k\]", dispatch, x, ids[:3], **named)
         refused(ValueError, r"topk_idx is \[4, 0\]: give \[4, top_k\], with top_k from 1 to 32", dispatch, x, ids[:, :0], **named)
-        refused(ValueError, r"topk_weights is \[4, 3\]: give \[4, 4\]", dispatch, x, ids, weights[:, :3], **named)
+        refused(ValueError, r"topk_weights has the shape \[4, 3\]: give \[4, 4\]", dispatch, x, ids, weights[:, :3], **named)
         refused(TypeError, "topk_weights is torch.float64: give torch.float32", dispatch, x, ids, weights.double(), **named)
         for stats in (here(torch.zeros(4, dtype=torch.int32)), here(torch.zeros(3))):
-            refused((TypeError, ValueError), "cumulative_local_expert_recv_stats is", dispatch, x, ids, weights, stats, **named)
+            refused((TypeError, ValueError), r"cumulative_local_expert_recv_stats (is torch|has the shape)", dispatch, x, ids, weights, stats, **named)
         refused(ValueError, "expert_alignment is 0: give 1 or more", dispatch, x, ids, expert_alignment=0, **named)
         refused(ValueError, "do_zero_padding is set without do_expand", dispatch, x, ids, do_zero_padding=True, **named)
         refused(ValueError, "x has 4 tokens, and num_max_tokens_per_rank is 3", dispatch, x, ids, num_max_tokens_per_rank=3, **named)
@@ -639,19 +639,19 @@ def test_what_is_refused():
             for name, wrong in (("num_experts", 6), ("num_max_tokens_per_rank", 17), ("expert_alignment", 2)):
                 refused(ValueError, f"{name} is {wrong}, and the handle's dispatch had", dispatch, x, handle=handle, do_expand=expand,
                         **{name: wrong})
-            refused(ValueError, r"x is \[3, 512\]: give \[4, 512\]", dispatch, x[:3], handle=handle, do_expand=expand)
-            refused(ValueError, r"x is \[4, 256\]: give \[4, 512\]", dispatch, x[:, :256], handle=handle, do_expand=expand)
-            refused(ValueError, r"topk_weights is \[3, 4\]: give \[4, 4\]", dispatch, x, topk_weights=weights[:3], handle=handle,
+            refused(ValueError, r"x has the shape \[3, 512\]: give \[4, 512\]", dispatch, x[:3], handle=handle, do_expand=expand)
+            refused(ValueError, r"x has the shape \[4, 256\]: give \[4, 512\]", dispatch, x[:, :256], handle=handle, do_expand=expand)
+            refused(ValueError, r"topk_weights has the shape \[3, 4\]: give \[4, 4\]", dispatch, x, topk_weights=weights[:3], handle=handle,
                     do_expand=expand)
             refused(TypeError, "handle is a tuple: give the EPHandle", dispatch, x, handle=(handle,), do_expand=expand)
             refused(TypeError, "x is torch.float8_e4m3fn: give bf16, fp16 or fp32", combine, fp8, handle)
-            refused(ValueError, rf"x is \[{rows - 1}, 512\]: give \[{rows}, 512\]", combine, got[:-1], handle)
-            refused(ValueError, rf"x is \[{rows}, 256\]: give \[{rows}, 512\]", combine, got[:, :256], handle)
+            refused(ValueError, rf"x has the shape \[{rows - 1}, 512\]: give \[{rows}, 512\]", combine, got[:-1], handle)
+            refused(ValueError, rf"x has the shape \[{rows}, 256\]: give \[{rows}, 512\]", combine, got[:, :256], handle)
             other_shape = received[:, None] if expand else received[:, :-1]
-            refused(ValueError, rf"topk_weights is \[{rows}, .\]: give \[{rows}", combine, got, handle, other_shape)
+            refused(ValueError, rf"topk_weights has the shape \[{rows}, .\]: give \[{rows}", combine, got, handle, other_shape)
             refused(TypeError, "topk_weights is torch.bfloat16: give torch.float32", combine, got, handle, received.bfloat16())
             refused(TypeError, "bias is torch.float32: give torch.bfloat16", combine, got, handle, None, x.float())
-            refused(ValueError, r"bias is \[3, 512\]: give \[4, 512\]", combine, got, handle, None, (x, x[:3]))
+            refused(ValueError, r"bias has the shape \[3, 512\]: give \[4, 512\]", combine, got, handle, None, (x, x[:3]))
             refused(ValueError, "bias has 3 tensors: give at most 2", combine, got, handle, None, (x, x, x))
             refused(TypeError, "handle is a NoneType: give the EPHandle", combine, got, None)
         # Of other buffers.

@@ -7,9 +7,8 @@ list of stand-ins. Ranks are processes, on CPU tensors, with gloo groups. As a p
 
 import contextlib
 import datetime
+import functools
 import importlib.util
-import multiprocessing
-import multiprocessing.connection
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import types
 
 import pytest
 
+from engine_rig import fork_ranks
 from test_torch import free_port
 
 EXPERTS_OF_RANK, TOP_K, HIDDEN = 4, 3, 64
@@ -330,24 +330,7 @@ def main(part, ranks, backend):
     on_the_cpu()
     import megatron.core.transformer.moe.moe_layer  # noqa: F401
 
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=run_rank, args=(part, ranks, backend, rank)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + DEADLINE_SECONDS
-    try:
-        running = processes
-        while running and all(process.exitcode in (0, None) for process in processes):
-            if time.monotonic() > end:
-                sys.exit(f"{part} of {ranks} ranks takes more than {DEADLINE_SECONDS} s")
-            multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
-            running = [process for process in processes if process.exitcode is None]
-    finally:
-        for process in processes:
-            if process.exitcode is None:
-                process.terminate()
-            process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
+    fork_ranks(ranks, functools.partial(run_rank, part, ranks, backend), DEADLINE_SECONDS)
 
 
 if __name__ == "__main__":

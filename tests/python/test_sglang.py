@@ -12,34 +12,24 @@ import contextlib
 import datetime
 import functools
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
 import subprocess
 import sys
-import time
 import types
 
 import pytest
 
+from engine_rig import ROOT, SGLANG, fork_ranks, skip_without_sglang
 from stand_ins import stand_in_for_sglangs_packages
 from test_torch import free_port
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG_FOLDER") or ROOT / "target" / "engines" / "sglang")
 EXPERTS_OF_RANK, TOP_K, HIDDEN = 3, 4, 640
 # Columns of a scale, and of four scales in a word.
 BLOCK, WORD = 128, 512
 DEADLINE_SECONDS = 150.0
 
-if sys.version_info < (3, 11):
-    pytest.skip("SGLang is for Python 3.11 and later", allow_module_level=True)
-if os.environ.get("TOKENYARD_STRICT") != "1":
-    for package in ("torch", "transformers", "dill", "msgspec", "orjson", "PIL", "psutil", "pydantic"):
-        pytest.importorskip(package, reason=f"could not import {package}: SGLang needs it")
-    if not (FOLDER / "sglang" / "srt").is_dir():
-        pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
+skip_without_sglang()
 
 
 def test_sglang():
@@ -683,31 +673,8 @@ def run_rank(ranks, rank, port):
     dist.destroy_process_group()
 
 
-def run_ranks(ranks):
-    """Forks the ranks, of which the first that fails ends the others."""
-    fork, port = multiprocessing.get_context("fork"), free_port()
-    processes = [fork.Process(target=run_rank, args=(ranks, rank, port)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + DEADLINE_SECONDS / 2
-    try:
-        running = processes
-        while running and all(process.exitcode in (0, None) for process in processes):
-            if time.monotonic() > end:
-                sys.exit(f"{ranks} ranks take more than {DEADLINE_SECONDS / 2} s")
-            multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
-            running = [process for process in processes if process.exitcode is None]
-    finally:
-        for process in processes:
-            if process.exitcode is None:
-                process.terminate()
-            process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit(1)
-
-
 def main(part, *arguments):
-    sys.path.append(str(FOLDER))
+    sys.path.append(str(SGLANG))
     stand_in_for_sglangs_packages()
     if part == "without_deep_ep":
         sys.path.insert(0, *arguments)
@@ -723,7 +690,7 @@ def main(part, *arguments):
     deep_ep.Buffer.timeout_seconds = 30.0
     on_the_cpu()
     for ranks in arguments:
-        run_ranks(int(ranks))
+        fork_ranks(int(ranks), functools.partial(run_rank, int(ranks), port=free_port()), DEADLINE_SECONDS / 2)
 
 
 if __name__ == "__main__":

@@ -5,29 +5,21 @@ group. SGLang is in a folder of its own, `TOKENYARD_SGLANG_FOLDER` or target/eng
 in sys.path. As a program, this file is the ranks.
 """
 
-import multiprocessing
+import functools
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from engine_rig import HIDDEN, LOCAL, SGLANG, TOP_K, Lines, fork_ranks, skip_without_sglang
 from stand_ins import stand_in_for_sglangs_packages
 from test_torch import free_port
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = pathlib.Path(os.environ.get("TOKENYARD_SGLANG_FOLDER") or ROOT / "target" / "engines" / "sglang")
-LOCAL, TOP_K, HIDDEN, ALIGNMENT, MOST = 3, 4, 512, 128, 128
+ALIGNMENT, MOST = 128, 128
 DEADLINE_SECONDS = 100.0
 
-if sys.version_info < (3, 11):
-    pytest.skip("SGLang is for Python 3.11 and later", allow_module_level=True)
-if os.environ.get("TOKENYARD_STRICT") != "1":
-    for package in ("torch", "transformers", "dill", "msgspec", "orjson", "PIL", "psutil", "pydantic"):
-        pytest.importorskip(package, reason=f"could not import {package}: SGLang needs it")
-    if not (FOLDER / "sglang" / "srt").is_dir():
-        pytest.skip(f"could not find sglang in {FOLDER}: `tests/all.sh python` unpacks it", allow_module_level=True)
+skip_without_sglang()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -74,24 +66,14 @@ def values(rows, words, block):
     return rows.float() * words.repeat_interleave(block, 1)
 
 
-class Batch:
-    """Tokens of all ranks, which each rank draws alike. Experts are lines, of columns that differ."""
+class Batch(Lines):
+    """Tokens in SGLang's formats."""
 
     def __init__(self, counts, seed, ue8m0, block):
-        import torch
-
-        draw = torch.Generator().manual_seed(seed)
-        self.counts, self.experts, self.block = counts, LOCAL * len(counts), block
-        self.x = [torch.randn(count, HIDDEN, generator=draw).bfloat16() for count in counts]
-        self.ids = [torch.rand(count, self.experts, generator=draw).argsort(1)[:, :TOP_K] for count in counts]
-        for ids in self.ids:
-            ids[torch.rand(ids.shape, generator=draw) < 0.15] = -1
-        self.weights = [0.1 + torch.rand(ids.shape, generator=draw) for ids in self.ids]
-        self.sent = [(x, None) if block is None else quantised_rows(x, block, ue8m0, ue8m0, ue8m0) for x in self.x]
-        self.slopes, self.shifts = torch.randn(2, self.experts, HIDDEN, generator=draw)
-
-    def expert(self, number, rows):
-        return rows * self.slopes[number] + self.shifts[number]
+        super().__init__(
+            counts, seed, lambda x: (x, None) if block is None else quantised_rows(x, block, ue8m0, ue8m0, ue8m0)
+        )
+        self.block = block
 
     def expanded(self, rank, padded):
         """(expert, source, token, choice) of each row, None in padding."""
@@ -146,23 +128,6 @@ def outputs(batch, rank, got):
     return DeepEPv2CombineInput(back, None)
 
 
-def check_sums(batch, rank, sums):
-    """Each element of what comes back."""
-    import torch
-
-    assert sums.dtype == torch.bfloat16 and sums.shape == (batch.counts[rank], HIDDEN)
-    given = values(*batch.sent[rank], batch.block).double()
-    exact, terms = torch.zeros(2, *given.shape, dtype=torch.float64)
-    for choice in range(TOP_K):
-        ids = batch.ids[rank][:, choice]
-        weight = torch.where(ids >= 0, batch.weights[rank][:, choice], 0.0).double()[:, None]
-        slope, shift = batch.slopes[ids.clamp(min=0)].double(), batch.shifts[ids.clamp(min=0)].double()
-        exact, terms = exact + weight * (given * slope + shift), terms + weight * ((given * slope).abs() + shift.abs())
-    # Experts' rows, partial sums and sums are rounded to bf16.
-    assert ((sums.double() - exact).abs() <= 3.1 * 2.0**-8 * terms).all()
-    assert not (batch.ids[rank] >= 0).any() or sums.abs().max() > 0.5
-
-
 def exercise(ranks):
     """Prefill and decode in alternation, in each format."""
     import torch
@@ -204,7 +169,7 @@ def exercise(ranks):
                 router = StandardTopKOutput(batch.weights[rank], batch.ids[rank].int(), None)
                 got = dispatcher.dispatch(batch.x[rank], router)
                 assert got.use_masked_gemm is not prefill
-                check_sums(batch, rank, dispatcher.combine(outputs(batch_seen, rank, got)))
+                batch.check_sums(rank, dispatcher.combine(outputs(batch_seen, rank, got)), values(*batch.sent[rank], batch.block))
 
 
 def with_dummies(batch):
@@ -239,21 +204,13 @@ def run_rank(ranks, rank):
 
 
 def main(ranks):
-    sys.path.append(str(FOLDER))
+    sys.path.append(str(SGLANG))
     stand_in_for_sglangs_packages()
     import tokenyard
 
     tokenyard.install_as("deep_ep")
     on_the_cpu()
-    processes = [multiprocessing.get_context("fork").Process(target=run_rank, args=(ranks, rank)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_SECONDS)
-    for process in processes:
-        if process.exitcode is None:
-            process.terminate()
-    sys.exit(any(process.exitcode != 0 for process in processes))
+    fork_ranks(ranks, functools.partial(run_rank, ranks), DEADLINE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ folder of its own, `TOKENYARD_VLLM_FOLDER` or target/engines/vllm, into which te
 program alone has in sys.path. Of the packages that it asks for, transformers, msgspec and pydantic are needed; others are stood in for.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,10 +19,11 @@ from unittest import mock
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from engine_rig import HIDDEN, LOCAL, ROOT, TOP_K, Lines
+
 FOLDER = pathlib.Path(os.environ.get("TOKENYARD_VLLM_FOLDER") or ROOT / "target" / "engines" / "vllm")
 PACKAGES = ("transformers", "msgspec", "pydantic")
-LOCAL, TOP_K, HIDDEN, MOST = 3, 4, 512, 64
+MOST = 64
 DEADLINE_SECONDS = 150.0
 
 if os.environ.get("TOKENYARD_STRICT") != "1":
@@ -108,7 +110,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def on_the_cpu():
-    """Stand-ins for pinned memory, a kernel of Triton, and quantisation; and for the step's context, which has the ranks' counts."""
+    """Stand-ins for pinned memory, a kernel of Triton, and quantisation."""
     import torch
     from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_v2
@@ -145,26 +147,6 @@ def values(rows, scales):
     return rows.float() * scales.repeat_interleave(rows.shape[1] // scales.shape[1], 1)
 
 
-class Batch:
-    """Tokens of all ranks. Experts are lines, of columns that differ."""
-
-    def __init__(self, counts, seed, quant_dtype):
-        import torch
-
-        draw = torch.Generator().manual_seed(seed)
-        self.counts, self.experts = counts, LOCAL * len(counts)
-        self.x = [torch.randn(count, HIDDEN, generator=draw).bfloat16() for count in counts]
-        self.ids = [torch.rand(count, self.experts, generator=draw).argsort(1)[:, :TOP_K] for count in counts]
-        for ids in self.ids:
-            ids[torch.rand(ids.shape, generator=draw) < 0.15] = -1
-        self.weights = [0.1 + torch.rand(ids.shape, generator=draw) for ids in self.ids]
-        self.sent = [quantised_rows(x, quant_dtype) for x in self.x]
-        self.slopes, self.shifts = torch.randn(2, self.experts, HIDDEN, generator=draw)
-
-    def expert(self, number, rows):
-        return rows * self.slopes[number] + self.shifts[number]
-
-
 def experts_of(batch, rank, decode, got):
     """Each element of what prepare returns, and what experts make of it: rows with their weights."""
     import torch
@@ -196,22 +178,6 @@ def experts_of(batch, rank, decode, got):
     return back
 
 
-def check_sums(batch, rank, sums):
-    """Each element of what comes back."""
-    import torch
-
-    given = values(*batch.sent[rank]).double()
-    exact, terms = torch.zeros(2, *given.shape, dtype=torch.float64)
-    for choice in range(TOP_K):
-        ids = batch.ids[rank][:, choice]
-        weight = torch.where(ids >= 0, batch.weights[rank][:, choice], 0.0).double()[:, None]
-        slope, shift = batch.slopes[ids.clamp(min=0)].double(), batch.shifts[ids.clamp(min=0)].double()
-        exact, terms = exact + weight * (given * slope + shift), terms + weight * ((given * slope).abs() + shift.abs())
-    # Experts' rows, partial sums and sums are rounded to bf16.
-    assert ((sums.double() - exact).abs() <= 3.1 * 2.0**-8 * terms).all()
-    assert not (batch.ids[rank] >= 0).any() or sums.abs().max() > 0.5
-
-
 def exercise(world):
     """Decode and prefill in alternation over one buffer, in each format."""
     import deep_ep
@@ -240,7 +206,7 @@ def exercise(world):
             for decode, one in both.items():
                 for late in (False, True):
                     seed += 1
-                    batch = Batch(counts, seed, quant_dtype)
+                    batch = Lines(counts, seed, functools.partial(quantised_rows, quant_dtype=quant_dtype))
                     most = types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(counts))
                     # A step's context is one for the process.
                     DP.dp_metadata = most
@@ -251,7 +217,7 @@ def exercise(world):
                     out = torch.full_like(batch.x[rank], float("nan"))
                     give = (out, back, batch.weights[rank], batch.ids[rank], False, TopKWeightAndReduceNoOP())
                     one.finalize_async(*give)() if late else one.finalize(*give)
-                    check_sums(batch, rank, out)
+                    batch.check_sums(rank, out, values(*batch.sent[rank]))
                     world.barrier()
     buffer.destroy()
 

@@ -4,13 +4,16 @@ use super::calls::unknown;
 use super::detached::Closable;
 use super::worlds::World;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
-use tokenyard::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
-use tokenyard::network::sim::{Clock, ProcessEndpoint, SimConfig};
-use tokenyard::network::verbs::{VerbsConfig, VerbsEndpoint};
-use tokenyard::{AnyTransport, Liveness, ProxyConfig, ThreadConfig};
+use pyo3::types::PyTuple;
+use tokenyard::{Liveness, Network, NetworkConfig, ProxyConfig, ThreadConfig};
 
-const NETWORKS: [&str; 5] = ["verbs", "efa", "tcp", "shm", "simulated"];
+const NETWORKS: [(&str, Network); 5] = [
+    ("verbs", Network::Verbs),
+    ("efa", Network::Efa),
+    ("tcp", Network::Tcp),
+    ("shm", Network::Shm),
+    ("simulated", Network::Simulated),
+];
 
 /// The thread that posts a rank's writes to the network between nodes. Every rank of a world of several nodes has one,
 /// which all its contexts take (`AllToAll(..., proxy=proxy)`); it ends once it and they are gone.
@@ -25,19 +28,7 @@ const NETWORKS: [&str; 5] = ["verbs", "efa", "tcp", "shm", "simulated"];
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Proxy {
     pub inner: Closable<tokenyard::Proxy>,
-    network: String,
-}
-
-/// What a network is opened with.
-struct Opening<'a> {
-    network: &'a str,
-    nics: usize,
-    names: Vec<String>,
-    source: Option<String>,
-    gpu: Option<usize>,
-    seed: u64,
-    /// Of the simulated network.
-    drawn: [u8; 16],
+    network: &'static str,
 }
 
 #[pymethods]
@@ -61,21 +52,20 @@ impl Proxy {
         spinners: usize,
         seed: u64,
     ) -> PyResult<Proxy> {
-        if !NETWORKS.contains(&network) {
-            return Err(unknown("network", network, &NETWORKS));
-        }
+        let known = NETWORKS.iter().find(|(name, _)| *name == network);
+        let (name, kind) = known.ok_or_else(|| unknown("network", network, &NETWORKS.map(|(name, _)| name)))?;
         let silence = super::context::duration("silence", silence)?;
         let mut config = ProxyConfig { liveness: Liveness::default(), thread: ThreadConfig { core, spinners } };
         config.liveness.silence_ns = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
-        let drawn = py.import("os")?.call_method1("urandom", (16,))?;
-        let drawn = drawn.cast::<PyBytes>()?.as_bytes().try_into()?;
-        let opening = Opening { network, nics, names: names.unwrap_or_default(), source, gpu, seed, drawn };
+        let mut opened = NetworkConfig::new(*kind);
+        (opened.nics, opened.names) = (nics, names.unwrap_or_default());
+        (opened.source, opened.gpu, opened.seed) = (source, gpu, seed);
         let of = world.inner.get(py)?;
         let spawned = world.wait(py, || {
-            let transport = opening.open(&of)?;
+            let transport = opened.open(&of)?;
             tokenyard::Proxy::spawn(&of, transport, config)
         })?;
-        Ok(Proxy { inner: Closable::new("proxy", spawned), network: network.to_owned() })
+        Ok(Proxy { inner: Closable::new("proxy", spawned), network: name })
     }
 
     /// Gives the proxy up: the thread ends once no context uses it. Later contexts are refused with `ClosedError`.
@@ -96,30 +86,5 @@ impl Proxy {
 
     fn __repr__(&self) -> String {
         format!("<tokenyard.Proxy over {}>", self.network)
-    }
-}
-
-impl Opening<'_> {
-    fn open(&self, world: &tokenyard::World) -> tokenyard::Result<AnyTransport> {
-        match self.network {
-            "verbs" => {
-                let mut config = VerbsConfig::default();
-                (config.devices, config.nics, config.gpu) = (self.names.clone(), self.nics, self.gpu);
-                Ok(Box::new(VerbsEndpoint::open(world.rank(), config)?))
-            }
-            "simulated" => {
-                let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(self.seed) };
-                // Rank 0's number, by which the ranks know each other.
-                let drawn = world.all_gather("token of a simulated network", &self.drawn)?;
-                let token = drawn.into_iter().next().unwrap_or_default();
-                Ok(Box::new(ProcessEndpoint::open(world.rank(), &token, config)?))
-            }
-            provider => {
-                let mut config = LibfabricConfig::new(provider);
-                (config.nics, config.domains) = (self.nics, self.names.clone());
-                (config.source, config.gpu) = (self.source.clone(), self.gpu);
-                Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?))
-            }
-        }
     }
 }

@@ -34,12 +34,15 @@ impl World {
         World { inner: Closable::new("world", inner), all_gather, rank, size, local_rank, generation }
     }
 
+    /// The caller's all-gather, if it is one.
+    fn lent(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner);
+        all_gather.as_ref().map(|all_gather| all_gather.clone_ref(py))
+    }
+
     /// Runs what may wait, with the caller's all-gather.
     pub fn wait<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> tokenyard::Result<T> + Send) -> PyResult<T> {
-        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner);
-        let lent = all_gather.as_ref().map(|all_gather| all_gather.clone_ref(py));
-        drop(all_gather);
-        lending(py, lent, work)
+        lending(py, self.lent(py), work)
     }
 }
 
@@ -116,10 +119,7 @@ impl World {
     fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {
         let world = (**self.inner.get(py)?).clone();
         let split = world.with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
-        let all_gather = self.all_gather.lock().unwrap_or_else(PoisonError::into_inner);
-        let lent = all_gather.as_ref().map(|all_gather| all_gather.clone_ref(py));
-        drop(all_gather);
-        Ok(World::of(split, lent))
+        Ok(World::of(split, self.lent(py)))
     }
 
     /// Waits until every rank has come here. Collective.

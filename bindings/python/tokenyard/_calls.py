@@ -12,6 +12,7 @@ from typing import (
 )
 
 from . import _native
+from ._errors import Found
 from ._native import CombineSent, Format, Handle, Output, RankMask, Sent
 
 
@@ -316,8 +317,7 @@ class AllToAll:
         align: int,
         also: Iterable[str],
     ) -> Dispatched:
-        failure: Optional[_native.Error] = None
-        on = _stream(x, stream)
+        found, on = Found(), _stream(x, stream)
         # What is refused is refused before anything is sent, which must be received.
         _maker(x)
         must_lie(layout, align)
@@ -325,10 +325,8 @@ class AllToAll:
         try:
             sent = self.dispatch_send(x, topk_idx, topk_weights, counts=True, stream=on, **given)
         except _native.Error as error:
-            if not hasattr(error, "sent"):
-                raise
             # Unusable routing: the dispatch goes on without this rank's tokens.
-            failure, sent = error, error.sent
+            sent = found.take(error, "sent")
         try:
             capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
             words, format = _words(given["payload"]), given["format"]
@@ -341,13 +339,7 @@ class AllToAll:
             setattr(error, "sent", sent)
             raise
         got = got._replace(handle=self.dispatch_recv(sent, output, stream=on))
-        if failure is not None:
-            failure.dispatched = got
-            try:
-                raise failure
-            finally:
-                # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
-                del failure
+        found.raise_with(got)
         return got
 
     def dispatch_into(

@@ -1,13 +1,46 @@
-"""How exceptions are copied to other processes."""
+"""Errors of calls that took place, and how exceptions are copied to other processes."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from ._native import Error
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
+
+
+class Found:
+    """An error of a call that took place all the same, such as unusable routing, until what it made is complete. No
+    frame of the error's traceback has the error afterwards: what it holds would live until garbage is collected."""
+
+    def __init__(self) -> None:
+        self._error: Optional[BaseException] = None
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def take(self, error: BaseException, made: str) -> Any:
+        """What the call made, by its name among the error's fields. An error without it is raised again: nothing took
+        place."""
+        try:
+            if not hasattr(error, made):
+                raise error
+            self._error = error
+            return getattr(error, made)
+        finally:
+            del error
+
+    def raise_with(self, dispatched: Any) -> None:
+        """Raises the error, if there is one, with these results as its `dispatched`."""
+        error, self._error = self._error, None
+        if error is None:
+            return
+        setattr(error, "dispatched", dispatched)
+        try:
+            raise error
+        finally:
+            del error
 
 
 def _reduce(error: Error) -> Tuple[Any, Tuple[Any, ...], Dict[str, Any]]:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar
 
 # Before CUDA starts: kernels of ranks that share a GPU wait for one another, so no kernel may be loaded meanwhile.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -33,6 +33,7 @@ from ._tensors import TYPES  # noqa: E402
 
 # Functions of torch.cuda have no types.
 _cuda: Any = torch.cuda
+_T = TypeVar("_T")
 
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 """Half of the step between neighbours in [1, 2), by combine dtype."""
@@ -449,25 +450,25 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
     return gathered
 
 
-def _in_threads(args: argparse.Namespace) -> List[Dict[str, Any]]:
-    results: Dict[int, List[Dict[str, Any]]] = {}
+def in_threads(ranks: int, work: Callable[[tokenyard.World], _T]) -> List[_T]:
+    """`work(world)` of each rank in a thread, by rank; raises the first exception once all have ended."""
+    results: Dict[int, _T] = {}
     failures: List[BaseException] = []
-    lock = threading.Lock()
 
     def run(world: tokenyard.World) -> None:
         try:
-            results[world.rank] = _run(world, args, lock)
+            results[world.rank] = work(world)
         except BaseException as failure:  # noqa: BLE001: raised again below
             failures.append(failure)
 
-    threads = [threading.Thread(target=run, args=(world,)) for world in tokenyard.World.threads(args.world)]
+    threads = [threading.Thread(target=run, args=(world,)) for world in tokenyard.World.threads(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
-    return results[0]
+    return [results[rank] for rank in range(ranks)]
 
 
 def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
@@ -504,7 +505,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the benchmark; rank 0 writes the results. Returns the exit status."""
     args = arguments(argv)
     if args.launch == "threads":
-        found, first = report(args, _in_threads(args)), True
+        lock = threading.Lock()
+        found, first = report(args, in_threads(args.world, lambda world: _run(world, args, lock))[0]), True
     else:
         if args.group == "gloo":
             import torch.distributed as dist

@@ -24,6 +24,7 @@ import torch.autograd.forward_ad
 
 from . import _choices
 from ._calls import CONTEXTS, AllToAll, must_lie
+from ._errors import Found
 from ._native import CombineSent, Error, Format, Handle, Output, Sent
 from ._tensors import TYPES, name_of
 
@@ -210,17 +211,15 @@ def _dispatch(
     ep = _context(context)
     stated, counts = ep.formats[format], None
     must_lie(layout, align)
-    failure: Optional[BaseException] = None
+    found = Found()
     payload = _payload(topk_idx, topk_weights, ep.top_k) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
         try:
             sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
         except Error as error:
-            if not hasattr(error, "sent"):
-                raise
             # Unusable routing: the dispatch goes on without this rank's tokens, and is received.
-            failure, sent = error, error.sent
+            sent = found.take(error, "sent")
         try:
             counts = ep.counts(sent)
             capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
@@ -237,10 +236,8 @@ def _dispatch(
         try:
             handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
         except BaseException as error:
-            if not hasattr(error, "handle"):
-                raise
-            # The dispatch took place. An output without room has no rows.
-            failure, handle = error, error.handle
+            # The dispatch took place, also before a Ctrl-C in its wait. An output without room has no rows.
+            handle = found.take(error, "handle")
             made["rows"].zero_()
             if row_weights:
                 made["row_expert"].fill_(-1)
@@ -248,14 +245,9 @@ def _dispatch(
         _weigh(ep, made)
     made["handle"] = _keep(x, ep, handle, layout, counts)
     results = [made[name] for name in _names(stated.scales is not None, layout, row_weights)]
-    if failure is None:
-        return results
-    setattr(failure, "dispatched", _named(results, x.shape[0], stated.scales is not None, layout, row_weights))
-    try:
-        raise failure
-    finally:
-        # Its frames have this one, in which it must not be.
-        del failure
+    if found:
+        found.raise_with(_named(results, x.shape[0], stated.scales is not None, layout, row_weights))
+    return results
 
 
 def _dispatch_fake(

@@ -543,19 +543,13 @@ class _Normal:
             return ep.output(self.x, layout="token", capacity=sum(sources), format=self.format(ep), also=("source",))
 
         normal = self.buffer._normal
-        ep, handle, got, experts, sources, failure = normal.counted(
+        ep, handle, got, experts, sources, found = normal.counted(
             self.x, self.wanted, Buffer._sms, None, send, receive
         )
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
         results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
-        if failure is not None:
-            failure.dispatched = (*results, EventOverlap())
-            try:
-                raise failure
-            finally:
-                # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
-                del failure
+        found.raise_with((*results, EventOverlap()))
         return results
 
     def worst(self, rows: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from .. import _growth
 from .._calls import AllToAll
+from .._errors import Found
 from .._native import Error, Format, Handle, World
 from .._tensors import device_of
 
@@ -19,7 +20,7 @@ def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _refuse_capture(x: torch.Tensor) -> None:
+def refuse_capture(x: torch.Tensor) -> None:
     if _capturing(x):
         raise RuntimeError("a capture needs a context that is not there: make the same calls once before it, eagerly")
 
@@ -73,7 +74,7 @@ class Counted(NamedTuple):
     """Rows of each local expert."""
     sources: List[int]
     """Tokens from each rank."""
-    failure: Optional[Error]
+    found: Found
     """Unusable routing: the dispatch took place without this rank's tokens."""
 
 
@@ -89,7 +90,7 @@ class Normal:
         any has now, if it must be made."""
         if self._made is not None and self._made[0].covers(wanted) and (tokens or 0) <= self._made[1]:
             return self._made[2]
-        _refuse_capture(x)
+        refuse_capture(x)
         return self._make(wanted, x.shape[0] if tokens is None else tokens, sms)
 
     def counted(
@@ -105,23 +106,17 @@ class Normal:
         counts. `receive`: the output for so many rows, and what else is to be returned."""
         while True:
             ep = self.get(x, wanted, sms, tokens)
-            failure: Optional[Error] = None
+            found = Found()
             try:
                 sent = send(ep)
             except Error as error:
-                if not hasattr(error, "sent"):
-                    raise
-                failure, sent = error, error.sent
+                sent = found.take(error, "sent")
             experts, sources = ep.counts(sent)
             # Notices have rows, too.
             output, made = receive(ep, experts, sources)
             handle = ep.dispatch_recv(sent, output)
             if experts.pop() == 0:
-                try:
-                    return Counted(ep, handle, made, experts, sources, failure)
-                finally:
-                    # Its frames have this one, in which it must not be: what it has would live until garbage is collected.
-                    del failure
+                return Counted(ep, handle, made, experts, sources, found)
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
             del ep, sent, output, made, handle
             self.grow(x, sms)
@@ -170,7 +165,7 @@ class LowLatency:
         key = (tokens, x.shape[1], experts, x.device, choices)
         if self._made is not None and self._made[0][:4] == key[:4] and self._made[0][4] >= choices:
             return self._made[1]
-        _refuse_capture(x)
+        refuse_capture(x)
         self._made = None
         ep = AllToAll(
             self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,

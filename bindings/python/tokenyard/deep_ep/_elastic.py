@@ -12,9 +12,9 @@ import torch
 
 from .._native import World
 from .._tensors import name_of
-from . import _config
+from . import _checks, _config
 from ._contexts import Normal
-from ._elastic_calls import Again, Call, Place, must_be, must_be_the_same, rows_of
+from ._elastic_calls import Again, Call, Place, must_be_the_same, rows_of
 from ._shared import Event, Rows, Streams, must_divide, world_of
 from .utils import EventHandle, EventOverlap
 
@@ -275,19 +275,17 @@ class ElasticBuffer:
         )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
-            must_be("cumulative_local_expert_recv_stats", stats, (call.local_experts,), torch.int32)
+            _checks.shaped("cumulative_local_expert_recv_stats", stats, (call.local_experts,), (torch.int32,))
         counted = do_cpu_sync is None or do_cpu_sync
         inputs = [t for t in (rows, scales, topk_idx, topk_weights, stats) if t is not None]
         call.check(counted)
 
         def work() -> Any:
-            (*results, place, kept_idx), failure = call.counted() if counted else call.capacity()
+            (*results, place, kept_idx), found = call.counted() if counted else call.capacity()
             if stats is not None:
                 stats.add_(place.unaligned)
             made = EPHandle(call, place, kept_idx)
-            if failure is not None:
-                failure.dispatched = (*results, made, EventOverlap())
-                raise failure
+            found.raise_with((*results, made, EventOverlap()))
             return (*results, made, place.tensors(), kept_idx)
 
         made, event = self._on_comm(inputs, previous_event, async_with_compute_stream, work)
@@ -314,15 +312,15 @@ class ElasticBuffer:
         kept, dtype = place.kept, x.dtype
         if dtype not in _SUMMED:
             raise TypeError(f"x is {dtype}: give bf16, fp16 or fp32 rows")
-        must_be("x", x, (kept.capacity, kept.format.hidden), dtype)
+        _checks.shaped("x", x, (kept.capacity, kept.format.hidden), (dtype,))
         if topk_weights is not None:
             wanted = (kept.capacity,) if handle.do_expand else (kept.capacity, place.choices)
-            must_be("topk_weights", topk_weights, wanted, torch.float32)
+            _checks.shaped("topk_weights", topk_weights, wanted, (torch.float32,))
         biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
         if len(biases) > 2:
             raise ValueError(f"bias has {len(biases)} tensors: give at most 2")
         for tensor in biases:
-            must_be("bias", tensor, (kept.tokens, kept.format.hidden), dtype)
+            _checks.shaped("bias", tensor, (kept.tokens, kept.format.hidden), (dtype,))
         inputs = [x, *biases] + ([topk_weights] if topk_weights is not None else [])
         before = previous_event_before_epilogue
 

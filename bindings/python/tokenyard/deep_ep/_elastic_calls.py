@@ -8,8 +8,10 @@ import torch
 
 from .. import _choices, _growth
 from .._calls import AllToAll
+from .._errors import Found
 from .._native import Error, Format, Output
 from .._tensors import device_of, name_of
+from . import _checks
 from ._contexts import Kept, Normal, Offered, Wanted
 from ._shared import Event, Rows
 
@@ -178,7 +180,7 @@ class Call:
             shape = list(self.topk_idx.shape)
             raise ValueError(f"topk_idx is {shape}: give [{tokens}, top_k], with top_k from 1 to 32")
         if self.topk_weights is not None:
-            must_be("topk_weights", self.topk_weights, (tokens, self.choices), torch.float32)
+            _checks.shaped("topk_weights", self.topk_weights, (tokens, self.choices), (torch.float32,))
         if self.alignment < 1:
             raise ValueError(f"expert_alignment is {self.alignment}: give 1 or more")
         if self.most < 0 or (self.most == 0 and not counted):
@@ -216,7 +218,7 @@ class Call:
         payload = torch.cat(parts, 1) if parts else None
         return Offered(self.rows, topk_idx, None if self.expand else self.topk_weights, self.scales.sent(), payload)
 
-    def counted(self) -> Tuple[Any, Optional[Error]]:
+    def counted(self) -> Tuple[Any, Found]:
         """The host waits for the counts, and outputs have as many rows as come."""
         offered, (wanted, tokens) = self.offered(), self.context()
 
@@ -228,7 +230,8 @@ class Call:
             )
 
         def receive(ep: AllToAll, experts: List[int], sources: List[int]) -> Any:
-            made = Made(self, ep, self.expanded(experts) if self.expand else sum(sources))
+            layout = "contiguous" if self.expand else "token"
+            made = Made(self, ep, ep.rows_of_counts(experts, sources, layout=layout, align=self.alignment))
             if self.before is not None:
                 self.before.current_stream_wait()
             return made.output, made
@@ -236,16 +239,16 @@ class Call:
         done = self.buffer._normal.counted(self.rows, wanted, self.sms, tokens, send, receive)
         most = self.most or done.ep.format.max_tokens
         counts = [-(-rows // self.alignment) * self.alignment for rows in done.experts]
-        return self.results(done.ep, done.handle, done.made, most, sum(done.sources), sum(counts), counts), done.failure
+        return self.results(done.ep, done.handle, done.made, most, sum(done.sources), sum(counts), counts), done.found
 
-    def capacity(self) -> Tuple[Any, Optional[Error]]:
+    def capacity(self) -> Tuple[Any, Found]:
         """Nobody waits for counts; there are as many rows as can come."""
         offered, (wanted, most) = self.offered(), self.context()
         ep = self.buffer._normal.get(self.rows, wanted, self.sms, most)
         tokens = self.buffer.num_ranks * self.most
         expanded = tokens * min(self.choices, self.local_experts) + (self.alignment - 1) * self.local_experts
         expanded = -(-expanded // self.alignment) * self.alignment
-        made, format, failure = Made(self, ep, expanded if self.expand else tokens), self.format(ep), None
+        made, format, found = Made(self, ep, expanded if self.expand else tokens), self.format(ep), Found()
         weights = offered.weights if self.weighed() else None
         given: Dict[str, Any] = dict(scales=offered.scales, payload=offered.payload, format=format)
         try:
@@ -256,16 +259,11 @@ class Call:
             else:
                 handle = ep.dispatch_into(made.output, offered.x, offered.topk_idx, weights, **given)
         except Error as error:
-            if not hasattr(error, "handle"):
-                raise
-            failure, handle = error, error.handle
-        return self.results(ep, handle, made, self.most, tokens, expanded, []), failure
+            handle = found.take(error, "handle")
+        return self.results(ep, handle, made, self.most, tokens, expanded, []), found
 
     def weighed(self) -> bool:
         return self.topk_weights is not None and not self.expand
-
-    def expanded(self, experts: Sequence[int]) -> int:
-        return sum(-(-rows // self.alignment) * self.alignment for rows in experts)
 
     def results(
         self, ep: AllToAll, handle: Any, made: Made, most: int, tokens: int, expanded: int, counts: List[int]
@@ -347,9 +345,9 @@ class Again:
         before: Event,
     ) -> None:
         kept = place.kept
-        must_be("x", rows, (kept.tokens, kept.format.hidden), rows.dtype)
+        _checks.shaped("x", rows, (kept.tokens, kept.format.hidden), (rows.dtype,))
         if topk_weights is not None:
-            must_be("topk_weights", topk_weights, (kept.tokens, place.choices), torch.float32)
+            _checks.shaped("topk_weights", topk_weights, (kept.tokens, place.choices), (torch.float32,))
         self.place, self.given, self.rows, self.topk_weights = place, rows, _carried(rows), topk_weights
         self.scales, self.zero, self.before = Scales(scales, rows, column_major), zero, before
 
@@ -387,27 +385,17 @@ class Again:
 
 def rows_of(x: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Rows and scales of `x`, of kinds that travel."""
-    rows, scales = x if isinstance(x, tuple) else (x, None)
+    rows, scales = _checks.rows(x)
     if rows.dtype == torch.uint8 or "float4" in str(rows.dtype):
         raise NotImplementedError(f"x is {rows.dtype}: there are no nvfp4 rows; give fp8 or bf16 rows")
     if rows.dtype not in _ROWS:
         raise TypeError(f"x is {rows.dtype}: give bf16, fp16, fp32, fp8 (e4m3) or int8 rows")
-    if rows.dim() != 2:
-        raise ValueError(f"x is {list(rows.shape)}: give [tokens, hidden]")
     if scales is not None:
         if scales.element_size() != 4:
             raise TypeError(f"the scale factors of x are {scales.dtype}: give fp32, or four UE8M0 in each int32")
-        if scales.dim() != 2 or len(scales) != len(rows):
+        if len(scales) != len(rows):
             raise ValueError(f"the scale factors of x are {list(scales.shape)}: give [{len(rows)}, words]")
     return rows, scales
-
-
-def must_be(name: str, tensor: torch.Tensor, shape: Tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuses an argument of another dtype or shape."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}: give {dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {list(tensor.shape)}: give {list(shape)}")
 
 
 def must_be_the_same(handle: Any, experts: Optional[int], most: Optional[int], alignment: Optional[int]) -> None:

@@ -17,7 +17,7 @@ from .._calls import AllToAll
 from .._native import Format, World
 from .._tensors import device_of, name_of
 from ..ops import _weigh
-from ._contexts import Kept, _refuse_capture
+from ._contexts import Kept, refuse_capture
 from ._shared import must_divide, world_of
 
 _MOST_CHOICES = 32
@@ -253,7 +253,7 @@ class HybridEPBuffer:
 
     def _make(self, given: _Input, experts: int, routing_map: torch.Tensor) -> AllToAll:
         """Makes a context for the tokens and choices that ranks have now, and had. Collective."""
-        _refuse_capture(given.x)
+        refuse_capture(given.x)
         x, made = given.x, self._made
         tokens, choices = x.shape[0], int(routing_map.sum(1).max()) if x.shape[0] else 0
         before, fp32 = self._tokens, given.fp32

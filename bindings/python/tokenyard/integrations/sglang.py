@@ -33,7 +33,7 @@ from .._calls import AllToAll
 from .._native import CombineSent, Format, Handle, Output, Sent
 from .._tensors import TYPES, device_of, name_of
 from .._worlds import World
-from ..deep_ep._contexts import LowLatency, Normal, Wanted
+from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted
 
 __all__ = ["TESTED_VERSIONS", "install", "plugin"]
 
@@ -355,11 +355,8 @@ class _Dispatcher:
             self._hidden, ep.format.max_tokens, dtype="fp8" if fp8 else name_of(x), scales=scales, quantize=fp8,
             combine_dtype=name_of(x), weights="dispatch",
         )
-        ids, weights = _growth.named(tokens.ids, self._experts), tokens.weights
-        if x.shape[0] > ep.format.max_tokens:
-            x, ids = _growth.notice(x, self._experts, choices, self._ranks)
-            weights = torch.zeros(ids.shape, device=x.device)
-        sent = ep.dispatch_send(x, ids, weights, format=format, counts=True)
+        offered = Offered(x, _growth.named(tokens.ids, self._experts), tokens.weights, None).within(ep, self._experts)
+        sent = ep.dispatch_send(offered.x, offered.topk_idx, offered.weights, format=format, counts=True)
         return _Prefill(tokens, fp8, ep, format, sent)
 
     def _receive_prefill(self, call: _Prefill) -> Any:
