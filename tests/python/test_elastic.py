@@ -621,8 +621,11 @@ def test_what_is_refused():
         refused(ValueError, r"topk_idx is \[4, 0\]: give \[4, top_k\], with top_k from 1 to 32", dispatch, x, ids[:, :0], **named)
         refused(ValueError, r"topk_weights has the shape \[4, 3\]: give \[4, 4\]", dispatch, x, ids, weights[:, :3], **named)
         refused(TypeError, "topk_weights is torch.float64: give torch.float32", dispatch, x, ids, weights.double(), **named)
-        for stats in (here(torch.zeros(4, dtype=torch.int32)), here(torch.zeros(3))):
-            refused((TypeError, ValueError), r"cumulative_local_expert_recv_stats (is torch|has the shape)", dispatch, x, ids, weights, stats, **named)
+        for kind, said, stats in (
+            (ValueError, r"has the shape \[4\]: give \[3\]", torch.zeros(4, dtype=torch.int32)),
+            (TypeError, "is torch.float32: give torch.int32", torch.zeros(3)),
+        ):
+            refused(kind, f"cumulative_local_expert_recv_stats {said}", dispatch, x, ids, weights, here(stats), **named)
         refused(ValueError, "expert_alignment is 0: give 1 or more", dispatch, x, ids, expert_alignment=0, **named)
         refused(ValueError, "do_zero_padding is set without do_expand", dispatch, x, ids, do_zero_padding=True, **named)
         refused(ValueError, "x has 4 tokens, and num_max_tokens_per_rank is 3", dispatch, x, ids, num_max_tokens_per_rank=3, **named)

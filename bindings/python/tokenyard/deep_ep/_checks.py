@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import torch
 
@@ -12,19 +12,23 @@ _NUMBERS = (torch.int32, torch.int64)
 
 def tensor(name: str, given: Any, dims: int, dtypes: Optional[Tuple[torch.dtype, ...]] = None) -> None:
     """Refuses what is no tensor of so many dimensions and of one of these dtypes."""
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} is a {type(given).__name__}: give a tensor of {dims} dimensions")
-    if given.dim() != dims:
-        raise ValueError(f"{name} has the shape {list(given.shape)}: give a tensor of {dims} dimensions")
-    if dtypes is not None and given.dtype not in dtypes:
-        raise TypeError(f"{name} is {given.dtype}: give {' or '.join(map(str, dtypes))}")
+    _fits(name, given, f"a tensor of {dims} dimensions", lambda shape: len(shape) == dims, dtypes)
 
 
 def shaped(name: str, given: Any, shape: Tuple[int, ...], dtypes: Optional[Tuple[torch.dtype, ...]] = None) -> None:
-    """Refuses another shape."""
-    tensor(name, given, len(shape), dtypes)
-    if tuple(given.shape) != shape:
-        raise ValueError(f"{name} has the shape {list(given.shape)}: give {list(shape)}")
+    """Refuses another shape, and another dtype than these."""
+    _fits(name, given, str(list(shape)), lambda found: tuple(found) == shape, dtypes)
+
+
+def _fits(
+    name: str, given: Any, wanted: str, fits: Callable[[torch.Size], bool], dtypes: Optional[Tuple[torch.dtype, ...]]
+) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__}: give a tensor")
+    if not fits(given.shape):
+        raise ValueError(f"{name} has the shape {list(given.shape)}: give {wanted}")
+    if dtypes is not None and given.dtype not in dtypes:
+        raise TypeError(f"{name} is {given.dtype}: give {' or '.join(map(str, dtypes))}")
 
 
 def choices(given: Any) -> None:
