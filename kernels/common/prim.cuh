@@ -35,13 +35,8 @@ using i32 = int32_t;
 using i64 = int64_t;
 constexpr u32 warp_size = 32;
 
-// Sixteen-byte vectors of a row that a lane has under way at once: as many as registers have room for; fewer where the
-// compiler needs more registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr u32 vectors_ahead = 3;
-#else
+// Sixteen-byte vectors of a row that a lane has under way at once: as many as registers have room for.
 constexpr u32 vectors_ahead = 7;
-#endif
 
 // Sixteen bytes, the unit of row copies. Its address must be a multiple of 16.
 #if defined(__CUDACC__)

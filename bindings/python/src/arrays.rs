@@ -102,7 +102,8 @@ pub(super) enum Place {
 /// An array: its memory, shape and strides. Keeps the Python object, and so the memory, alive.
 pub(super) struct Array {
     name: &'static str,
-    owner: Py<PyAny>,
+    /// None: a tensor that an operator of torch was given or made, which keeps it itself.
+    owner: Option<Py<PyAny>>,
     /// What keeps the memory of an array that DLPack describes.
     pub capsule: Option<Py<PyCapsule>>,
     pointer: u64,
@@ -150,6 +151,22 @@ impl Array {
         Ok(Array::described(name, value, described, Some(capsule.unbind())))
     }
 
+    /// A tensor of an operator of torch; `strides` in elements. The caller keeps it.
+    pub fn of_operator(
+        name: &'static str,
+        pointer: u64,
+        sizes: &[i64],
+        strides: &[i64],
+        element: Element,
+        place: Place,
+    ) -> Array {
+        // torch has no negative ones.
+        let whole = |number: &i64| usize::try_from(*number).unwrap_or(0);
+        let shape = sizes.iter().map(whole).collect();
+        let strides = strides.iter().map(|stride| whole(stride).saturating_mul(element.bytes())).collect();
+        Array { name, owner: None, capsule: None, pointer, shape, strides, element, place }
+    }
+
     fn described(
         name: &'static str,
         value: &Bound<'_, PyAny>,
@@ -158,7 +175,7 @@ impl Array {
     ) -> Array {
         let dlpack::Described { pointer, shape, strides, element, place } = described;
         let strides = strides.unwrap_or_else(|| packed(&shape, element.bytes()));
-        Array { name, owner: value.clone().unbind(), capsule, pointer, shape, strides, element, place }
+        Array { name, owner: Some(value.clone().unbind()), capsule, pointer, shape, strides, element, place }
     }
 
     /// An array without gaps whose elements are of one of these types.
@@ -198,7 +215,7 @@ impl Array {
             raised
         })?;
         strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
-        Ok(Array { name, owner: tensor.clone().unbind(), capsule: None, pointer, shape, strides, element, place })
+        Ok(Array { name, owner: Some(tensor.clone().unbind()), capsule: None, pointer, shape, strides, element, place })
     }
 
     fn of_interface(
@@ -234,12 +251,15 @@ impl Array {
             }
             None => packed(&shape, element.bytes()),
         };
-        Ok(Array { name, owner: value.clone().unbind(), capsule: None, pointer, shape, strides, element, place })
+        Ok(Array { name, owner: Some(value.clone().unbind()), capsule: None, pointer, shape, strides, element, place })
     }
 
     /// The same array as it is now: torch can give a tensor other memory. Refuses another shape, stride or type.
     pub fn renewed(&self, py: Python<'_>) -> PyResult<Array> {
-        let now = Array::of(self.name, self.owner.bind(py), true)?;
+        let Some(owner) = &self.owner else {
+            return Err(PyValueError::new_err(format!("{} is an operator's own: give an array", self.name)));
+        };
+        let now = Array::of(self.name, owner.bind(py), true)?;
         // An array that DLPack describes is where it was: another place is that of a copy, or no longer the producer's.
         let moved = now.capsule.is_some() && now.pointer != self.pointer;
         if moved || (&now.shape, &now.strides, now.element) != (&self.shape, &self.strides, self.element) {
@@ -247,6 +267,11 @@ impl Array {
             return Err(PyValueError::new_err(format!("{name} has changed since the output was made: make a new one")));
         }
         Ok(now)
+    }
+
+    /// Where it lies.
+    pub fn place(&self) -> Place {
+        self.place
     }
 
     /// Elements of the first dimension.

@@ -70,7 +70,6 @@ pub(super) fn partial(given: &str) -> PyResult<Partial> {
 
 /// A call under way: what its arguments are to fit, and what their memory lasts as long as.
 pub(super) struct Call<'a> {
-    pub py: Python<'a>,
     pub device: &'a Device,
     pub format: &'a Format,
     pub top_k: usize,
@@ -86,31 +85,36 @@ impl Call<'_> {
     /// The memory of an array, of which a capsule is kept with the call.
     pub fn view(&self, array: &Array) -> PyResult<View> {
         let view = array.view(self.device)?;
-        let capsule = array.capsule.as_ref().map(|capsule| capsule.clone_ref(self.py).into_any());
-        self.capsules.borrow_mut().extend(capsule);
+        if let Some(capsule) = &array.capsule {
+            let capsule = Python::attach(|py| capsule.clone_ref(py).into_any());
+            self.capsules.borrow_mut().push(capsule);
+        }
         Ok(view)
     }
 }
 
 /// Rows of the call's format and everything else that a dispatch reads.
-pub(super) struct Given<'a, 'py> {
-    pub x: &'a Bound<'py, PyAny>,
-    pub topk_idx: &'a Bound<'py, PyAny>,
-    pub topk_weights: Option<&'a Bound<'py, PyAny>>,
-    pub scales: Option<&'a Bound<'py, PyAny>>,
+pub(super) struct Given {
+    pub x: Array,
+    pub topk_idx: Array,
+    pub topk_weights: Option<Array>,
+    pub scales: Option<Array>,
     /// int32 `[1]`, on the device.
-    pub count: Option<&'a Bound<'py, PyAny>>,
+    pub count: Option<Array>,
     /// fp32 `[tokens, words]`.
-    pub payload: Option<&'a Bound<'py, PyAny>>,
+    pub payload: Option<Array>,
 }
 
-/// Rows of tokens.
-fn rows_of(x: &Bound<'_, PyAny>, format: &Format) -> PyResult<Array> {
-    let x = Array::of("x", x, false)?;
+/// An argument that is read, if it is given.
+pub(super) fn read(name: &'static str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Array>> {
+    value.map(|value| Array::of(name, value, false)).transpose()
+}
+
+/// Refuses what are no rows of tokens.
+fn must_be_tokens(x: &Array, format: &Format) -> PyResult<()> {
     x.must_have(2)?;
     x.must_be_rows_of(format.input())?;
-    x.must_have_columns(format.inner.hidden)?;
-    Ok(x)
+    x.must_have_columns(format.inner.hidden)
 }
 
 /// Types of arrays of scales.
@@ -121,32 +125,31 @@ fn scale_order(column_major: bool) -> ScaleOrder {
 }
 
 /// The number of tokens that an array on the device holds, or the number of rows.
-fn token_count(call: &Call<'_>, count: Option<&Bound<'_, PyAny>>, rows: usize) -> PyResult<TokenCount> {
+fn token_count(call: &Call<'_>, count: Option<&Array>, rows: usize) -> PyResult<TokenCount> {
     let Some(count) = count else { return Ok(TokenCount::Host(rows)) };
-    let count = Array::of("count", count, false)?;
     count.must_be_shaped(&[1])?;
     count.must_hold(&[Element::I32])?;
-    Ok(TokenCount::Device(call.view(&count)?))
+    Ok(TokenCount::Device(call.view(count)?))
 }
 
 /// Scales of so many tokens.
-fn scale_view(call: &Call<'_>, scales: &Bound<'_, PyAny>, tokens: usize) -> PyResult<ScaleView> {
-    let scales = Array::of("scales", scales, false)?;
+fn scale_view(call: &Call<'_>, scales: &Array, tokens: usize) -> PyResult<ScaleView> {
     scales.must_hold(&SCALES)?;
     // Without scales in the format the call refuses them.
     let words = call.format.scale_words().or(scales.shape().last().copied()).unwrap_or(0);
     scales.must_be_shaped(&[tokens, words])?;
     let (token_bytes, word_bytes) = scales.strides();
-    Ok(ScaleView::new(call.view(&scales)?, token_bytes, word_bytes))
+    Ok(ScaleView::new(call.view(scales)?, token_bytes, word_bytes))
 }
 
 /// Words of each of so many tokens.
-fn token_payload(call: &Call<'_>, payload: &Bound<'_, PyAny>, tokens: usize) -> PyResult<TokenPayload> {
-    let payload = Array::whole("payload", payload, &[Element::Fp32], false)?;
+fn token_payload(call: &Call<'_>, payload: &Array, tokens: usize) -> PyResult<TokenPayload> {
+    payload.must_hold(&[Element::Fp32])?;
+    payload.must_be_contiguous()?;
     payload.must_have(2)?;
     let words = payload.columns();
     payload.must_be_shaped(&[tokens, words])?;
-    Ok(TokenPayload { view: call.view(&payload)?, words })
+    Ok(TokenPayload { view: call.view(payload)?, words })
 }
 
 /// New rows of a dispatch by an earlier handle.
@@ -158,11 +161,13 @@ pub(super) fn new_rows(
     payload: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<NewRows> {
     let format = call.format;
-    let x = rows_of(x, format)?;
-    let to = NewRows::new(call.view(&x)?, token_count(call, count, x.len())?).pitch_bytes(x.pitch()?);
+    let x = Array::of("x", x, false)?;
+    must_be_tokens(&x, format)?;
+    let count = token_count(call, read("count", count)?.as_ref(), x.len())?;
+    let to = NewRows::new(call.view(&x)?, count).pitch_bytes(x.pitch()?);
     let to = to.format(format.inner.rows).hidden(format.inner.hidden).quantize(format.inner.quantize);
-    let scales = scales.map(|scales| scale_view(call, scales, x.len())).transpose()?;
-    let payload = payload.map(|payload| token_payload(call, payload, x.len())).transpose()?;
+    let scales = read("scales", scales)?.map(|scales| scale_view(call, &scales, x.len())).transpose()?;
+    let payload = read("payload", payload)?.map(|payload| token_payload(call, &payload, x.len())).transpose()?;
     Ok(to.scales(scales).payload(payload))
 }
 
@@ -234,16 +239,15 @@ pub(super) fn payload(
 }
 
 /// The tokens of a call, and for how many arrays have room. Their shapes are compared here, the rest by the call.
-pub(super) fn tokens(call: &Call<'_>, given: &Given<'_, '_>) -> PyResult<(tokenyard::Tokens, usize)> {
-    let format = call.format;
-    let x = rows_of(given.x, format)?;
-    let ids = Array::of("topk_idx", given.topk_idx, false)?;
+pub(super) fn tokens(call: &Call<'_>, given: &Given) -> PyResult<(tokenyard::Tokens, usize)> {
+    let (format, x, ids) = (call.format, &given.x, &given.topk_idx);
+    must_be_tokens(x, format)?;
     ids.must_have(2)?;
     ids.must_hold(&[Element::I32, Element::I64, Element::Bool])?;
     let tokens = x.len();
     let choices = if ids.element == Element::Bool { call.first_ranks } else { ids.columns() };
     ids.must_be_shaped(&[tokens, choices])?;
-    let count = token_count(call, given.count, tokens)?;
+    let count = token_count(call, given.count.as_ref(), tokens)?;
     let strides_of = |array: &Array| {
         let (token_bytes, choice_bytes) = array.strides();
         Strides { token_bytes, choice_bytes }
@@ -253,24 +257,23 @@ pub(super) fn tokens(call: &Call<'_>, given: &Given<'_, '_>) -> PyResult<(tokeny
         Element::I32 => (IndexType::I32, Some(choices)),
         _ => (IndexType::Ranks, None),
     };
-    let mut to = tokenyard::Tokens::new(call.view(&x)?, call.view(&ids)?, count).index_type(kind).top_k(top_k);
+    let mut to = tokenyard::Tokens::new(call.view(x)?, call.view(ids)?, count).index_type(kind).top_k(top_k);
     to = to.of(&format.inner).pitch_bytes(x.pitch()?);
     if tokens > 0 {
-        to = to.topk_idx_strides(strides_of(&ids));
+        to = to.topk_idx_strides(strides_of(ids));
     }
-    if let Some(weights) = given.topk_weights {
-        let weights = Array::of("topk_weights", weights, false)?;
+    if let Some(weights) = &given.topk_weights {
         weights.must_be_shaped(&[tokens, choices])?;
         weights.must_hold(&[Element::Fp32])?;
-        to = to.topk_weight(call.view(&weights)?);
+        to = to.topk_weight(call.view(weights)?);
         if tokens > 0 {
-            to = to.topk_weight_strides(strides_of(&weights));
+            to = to.topk_weight_strides(strides_of(weights));
         }
     }
-    if let Some(scales) = given.scales {
+    if let Some(scales) = &given.scales {
         to = to.scales(scale_view(call, scales, tokens)?);
     }
-    let payload = given.payload.map(|payload| token_payload(call, payload, tokens)).transpose()?;
+    let payload = given.payload.as_ref().map(|payload| token_payload(call, payload, tokens)).transpose()?;
     Ok((to.payload(payload), tokens))
 }
 
@@ -375,33 +378,56 @@ impl Output {
         self.rows.places()
     }
 
+    /// An output of arrays that an operator made.
+    pub fn made(
+        layout: Layout,
+        rows: Array,
+        counts: Array,
+        scales: Option<Array>,
+        others: Vec<(&'static str, Array)>,
+    ) -> Output {
+        Output { layout, rows, counts, scales, column_major: false, zero_padding: false, others }
+    }
+
     /// As the API takes it, for a call whose tokens have so many words of a payload.
-    pub fn of(&self, call: &Call<'_>, words: usize) -> PyResult<tokenyard::Output> {
-        let (py, format) = (call.py, call.format);
-        let (rows, counts) = (self.rows.renewed(py)?, self.counts.renewed(py)?);
+    pub fn of(&self, py: Python<'_>, call: &Call<'_>, words: usize) -> PyResult<tokenyard::Output> {
+        let scales = self.scales.as_ref().map(|scales| scales.renewed(py)).transpose()?;
+        let others = self.others.iter().map(|(name, array)| Ok((*name, array.renewed(py)?)));
+        Output {
+            layout: self.layout,
+            rows: self.rows.renewed(py)?,
+            counts: self.counts.renewed(py)?,
+            scales,
+            others: others.collect::<PyResult<_>>()?,
+            ..*self
+        }
+        .given(call, words)
+    }
+
+    /// The same, of arrays that are as they were when it was made.
+    pub fn given(&self, call: &Call<'_>, words: usize) -> PyResult<tokenyard::Output> {
+        let (format, rows) = (call.format, &self.rows);
         rows.must_be_rows_of(format.inner.rows.dtype())?;
         rows.must_have_columns(format.inner.hidden)?;
-        let mut to = tokenyard::Output::new(self.layout, call.view(&rows)?, call.view(&counts)?);
+        let mut to = tokenyard::Output::new(self.layout, call.view(rows)?, call.view(&self.counts)?);
         if matches!(self.layout, Layout::Masked { .. }) {
             rows.must_be_contiguous()?;
         } else {
             to = to.pitch_bytes(rows.pitch()?);
         }
         if let Some(scales) = &self.scales {
-            let scales = scales.renewed(py)?;
-            must_be_scales(&scales, rows.places(), self.column_major, format)?;
-            to = to.scales(call.view(&scales)?).scale_order(scale_order(self.column_major));
+            must_be_scales(scales, rows.places(), self.column_major, format)?;
+            to = to.scales(call.view(scales)?).scale_order(scale_order(self.column_major));
         }
         to = to.zero_padding(self.zero_padding);
         for (name, array) in &self.others {
-            let array = array.renewed(py)?;
             match *name {
                 "token_experts" | "token_weights" => array.must_have_columns(call.top_k)?,
                 "source_ranges" => array.must_have_columns(call.ranks)?,
                 "payload" if words > 0 => array.must_have_columns(words)?,
                 _ => {}
             }
-            let view = call.view(&array)?;
+            let view = call.view(array)?;
             to = match *name {
                 "offsets" => to.expert_offset(view),
                 "row_expert" => to.row_expert(view),

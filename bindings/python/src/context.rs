@@ -6,12 +6,14 @@ use super::detached::{Closable, Detached};
 use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
+use super::operators::Slots;
 use super::proxies::Proxy;
 use super::worlds::World;
 use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{PyClass, PyClassInitializer};
+use std::any::Any;
 use std::cell::RefCell;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,14 +28,19 @@ use tokenyard::{
 /// enqueue work on `stream`, an address of a `cudaStream_t`, and return; `check` raises what calls found since.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Context {
-    ep: Closable<Inside>,
+    core: Arc<Core>,
+}
+
+/// What a context is, which handles of torch's operators keep, too.
+pub(super) struct Core {
+    pub ep: Closable<Inside>,
     on_cpu: bool,
     /// The GPU's number.
     ordinal: Option<usize>,
     /// Held from a call to the end of its wait, so that a thread gets the errors of its own calls.
     call: Exclusive,
     /// What calls use whose wait ended before they did.
-    in_use: Mutex<Vec<Py<PyAny>>>,
+    in_use: Mutex<Vec<Box<dyn Any + Send>>>,
     /// Longer than any call takes.
     patience: Duration,
     top_k: usize,
@@ -43,14 +50,23 @@ pub(super) struct Context {
     /// Of calls that do not state one.
     format: Format,
     local_experts: Vec<u32>,
+    pub slots: Slots,
 }
 
 /// What goes when a context is closed.
-struct Inside {
+pub(super) struct Inside {
     ep: tokenyard::AllToAll,
-    device: Device,
+    pub device: Device,
     /// Of the CPU device; a GPU's calls go to the caller's.
     stream: Stream,
+}
+
+impl Deref for Context {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
 }
 
 impl Deref for Inside {
@@ -64,11 +80,30 @@ impl Deref for Inside {
 /// A received dispatch: what combine needs to return the rows. It may be combined several times, or never.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Handle {
-    inner: tokenyard::Handle,
-    tokens: usize,
-    format: Format,
+    parts: Arc<Parts>,
+}
+
+/// What a handle is, which tensors of torch's operators keep, too.
+pub(super) struct Parts {
+    pub inner: tokenyard::Handle,
+    pub tokens: usize,
+    pub format: Format,
     /// Where the dispatch's rows lie: the dimensions before their columns.
-    places: Vec<usize>,
+    pub places: Vec<usize>,
+}
+
+impl Handle {
+    pub fn new(parts: Arc<Parts>) -> Handle {
+        Handle { parts }
+    }
+}
+
+impl Deref for Handle {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.parts
+    }
 }
 
 /// The ranks that a context's calls go on without: int32 `[ranks]` on its device, as an array interface.
@@ -197,10 +232,11 @@ impl Context {
         let patience = timeout.saturating_mul(deadlines).saturating_add(Duration::from_secs(1));
         let (ranks, first_ranks, rounds) = (of.size(), ep.placement().ranks(), ep.rounds());
         let (on_cpu, ordinal) = (device.kind() == DeviceKind::Cpu, device.ordinal());
+        let slots = Slots::on(&device).map_err(|error| errors::raised(py, &error))?;
         let (ep, call, in_use) =
             (Closable::new("context", Inside { ep, device, stream }), Exclusive::default(), Mutex::default());
         let format = format.clone();
-        Ok(Context {
+        let core = Core {
             ep,
             on_cpu,
             ordinal,
@@ -213,7 +249,9 @@ impl Context {
             rounds,
             format,
             local_experts,
-        })
+            slots,
+        };
+        Ok(Context { core: Arc::new(core) })
     }
 
     /// The format of calls that do not state one.
@@ -235,8 +273,8 @@ impl Context {
     }
 
     /// Whether calls run on the CPU device.
-    #[getter]
-    fn on_cpu(&self) -> bool {
+    #[getter(on_cpu)]
+    fn is_on_cpu(&self) -> bool {
         self.on_cpu
     }
 
@@ -260,15 +298,15 @@ impl Context {
         stream: u64,
     ) -> PyResult<Handle> {
         let (ep, stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &ep, format.unwrap_or(&self.format));
-        let given = Given { x, topk_idx, topk_weights, scales, count, payload };
+        let call = self.call_of(&ep, format.unwrap_or(&self.format));
+        let given = given(x, topk_idx, topk_weights, scales, count, payload)?;
         let (tokens, room) = calls::tokens(&call, &given)?;
-        let out = output.get().of(&call, words_of(&tokens.payload))?;
+        let out = output.get().of(py, &call, words_of(&tokens.payload))?;
         let inner = self.enqueued(py, || ep.dispatch(&stream, &tokens, &out))?;
         let places = output.get().places().to_vec();
-        let handle = Handle { inner, tokens: room, format: call.format.clone(), places };
+        let handle = Handle::new(Arc::new(Parts { inner, tokens: room, format: call.format.clone(), places }));
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload, Some(output.as_any())];
-        match self.finished(&ep, &call, arrays) {
+        match self.finished(py, &ep, &call, arrays) {
             Ok(()) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
             Err(raised) => Err(with(py, raised, "handle", handle)),
@@ -295,8 +333,8 @@ impl Context {
         stream: u64,
     ) -> PyResult<Sent> {
         let (ep, stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &ep, format.unwrap_or(&self.format));
-        let given = Given { x, topk_idx, topk_weights, scales, count, payload };
+        let call = self.call_of(&ep, format.unwrap_or(&self.format));
+        let given = given(x, topk_idx, topk_weights, scales, count, payload)?;
         let (tokens, room) = calls::tokens(&call, &given)?;
         let send = || match counts {
             true => ep.dispatch_send_counts(&stream, &tokens),
@@ -305,8 +343,9 @@ impl Context {
         let sent = self.enqueued(py, send)?;
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload];
         let (words, format) = (words_of(&tokens.payload), call.format.clone());
-        let sent = Sent { inner: Mutex::new(Some(sent)), tokens: room, words, format, _arrays: kept(&call, arrays) };
-        match self.finished(&ep, &call, arrays) {
+        let sent =
+            Sent { inner: Mutex::new(Some(sent)), tokens: room, words, format, _arrays: kept(py, &call, arrays) };
+        match self.finished(py, &ep, &call, arrays) {
             Ok(()) => Ok(sent),
             // It is to be received, as on the other ranks.
             Err(raised) => Err(with(py, raised, "sent", sent)),
@@ -350,12 +389,12 @@ impl Context {
         stream: u64,
     ) -> PyResult<()> {
         let (ep, stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &ep, format.unwrap_or(&handle.format));
+        let call = self.call_of(&ep, format.unwrap_or(&handle.format));
         let tokens = calls::new_rows(&call, x, scales, count, payload)?;
         let (places, words) = (&handle.places, words_of(&tokens.payload));
         let placed = calls::placed(&call, rows, row_scales, column_major, row_payload, places, words)?;
         self.enqueued(py, || ep.dispatch_again(&stream, &handle.inner, &tokens, &placed))?;
-        self.finished(&ep, &call, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
+        self.finished(py, &ep, &call, [Some(x), Some(rows), scales, row_scales, count, payload, row_payload])
     }
 
     /// The receiving half.
@@ -369,8 +408,8 @@ impl Context {
     ) -> PyResult<Handle> {
         let (ep, stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let call = self.call_of(py, &ep, &half.format);
-        let out = output.get().of(&call, half.words)?;
+        let call = self.call_of(&ep, &half.format);
+        let out = output.get().of(py, &call, half.words)?;
         let given = taken(&half.inner, "sent")?;
         let outcome = py.detach(|| ep.dispatch_recv(&stream, given, &out));
         let inner = outcome.map_err(|refused| {
@@ -378,8 +417,9 @@ impl Context {
             errors::raised(py, &refused.error)
         })?;
         let places = output.get().places().to_vec();
-        let handle = Handle { inner, tokens: half.tokens, format: half.format.clone(), places };
-        match self.finished(&ep, &call, [Some(output.as_any()), Some(sent.as_any())]) {
+        let parts = Parts { inner, tokens: half.tokens, format: half.format.clone(), places };
+        let handle = Handle::new(Arc::new(parts));
+        match self.finished(py, &ep, &call, [Some(output.as_any()), Some(sent.as_any())]) {
             Ok(()) => Ok(handle),
             Err(raised) => Err(with(py, raised, "handle", handle)),
         }
@@ -409,9 +449,11 @@ impl Context {
         stream: u64,
     ) -> PyResult<()> {
         let (ep, stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &ep, &handle.format);
-        let (mut from, places) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
-        let mut to = self.sums(&call, out, accumulate, wait_times)?;
+        let call = self.call_of(&ep, &handle.format);
+        let given = Array::of("rows", rows, false)?;
+        let (mut from, places) =
+            self.expert_rows(&call, &given, handle, calls::read("topk_weights", topk_weights)?, dtype)?;
+        let mut to = self.sums(&call, &Array::of("out", out, true)?, accumulate, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&call, payload, payload_out, &places)?;
             (from, to) = (from.payload(given), to.payload(got));
@@ -419,7 +461,7 @@ impl Context {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
         self.enqueued(py, || ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(&ep, &call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
+        self.finished(py, &ep, &call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
     }
 
     /// The sending half of a combine.
@@ -434,13 +476,15 @@ impl Context {
         stream: u64,
     ) -> PyResult<CombineSent> {
         let (ep, stream, _held) = self.begin(py, stream)?;
-        let call = self.call_of(py, &ep, &handle.format);
-        let (from, _) = self.expert_rows(&call, rows, handle, topk_weights, dtype)?;
+        let call = self.call_of(&ep, &handle.format);
+        let given = Array::of("rows", rows, false)?;
+        let weights = calls::read("topk_weights", topk_weights)?;
+        let (from, _) = self.expert_rows(&call, &given, handle, weights, dtype)?;
         let sent = self.enqueued(py, || ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let format = handle.format.clone();
-        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(&call, arrays) };
-        match self.finished(&ep, &call, arrays) {
+        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(py, &call, arrays) };
+        match self.finished(py, &ep, &call, arrays) {
             Ok(()) => Ok(sent),
             Err(raised) => Err(with(py, raised, "sent", sent)),
         }
@@ -459,14 +503,14 @@ impl Context {
     ) -> PyResult<()> {
         let (ep, stream, _held) = self.begin(py, stream)?;
         let half = sent.get();
-        let call = self.call_of(py, &ep, &half.format);
-        let to = self.sums(&call, out, accumulate, wait_times)?;
+        let call = self.call_of(&ep, &half.format);
+        let to = self.sums(&call, &Array::of("out", out, true)?, accumulate, wait_times)?;
         let given = taken(&half.inner, "sent")?;
         py.detach(|| ep.combine_recv(&stream, given, &to)).map_err(|refused| {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(&ep, &call, [Some(out), wait_times, Some(sent.as_any())])
+        self.finished(py, &ep, &call, [Some(out), wait_times, Some(sent.as_any())])
     }
 
     /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
@@ -511,8 +555,8 @@ impl Context {
     }
 
     /// The GPU's number; None on the CPU device.
-    #[getter]
-    fn ordinal(&self) -> Option<usize> {
+    #[getter(ordinal)]
+    fn gpu(&self) -> Option<usize> {
         self.ordinal
     }
 }
@@ -520,14 +564,14 @@ impl Context {
 #[pymethods]
 impl Handle {
     /// Tokens that this rank dispatched, or has room for where they are counted on the device.
-    #[getter]
-    fn tokens(&self) -> usize {
+    #[getter(tokens)]
+    fn room(&self) -> usize {
         self.tokens
     }
 
     /// Of the dispatch.
-    #[getter]
-    fn format(&self) -> Format {
+    #[getter(format)]
+    fn own_format(&self) -> Format {
         self.format.clone()
     }
 }
@@ -561,13 +605,20 @@ impl RankMask {
     }
 }
 
-impl Drop for Context {
+impl Drop for Core {
     fn drop(&mut self) {
         self.settle();
     }
 }
 
 impl Context {
+    /// What the context is.
+    pub fn core(&self) -> Arc<Core> {
+        self.core.clone()
+    }
+}
+
+impl Core {
     /// Closes the context. Waits for calls whose wait ended before they did, and lets go of what they use.
     fn settle(&self) {
         if !self.ep.is_of_this_process() {
@@ -597,7 +648,7 @@ impl Context {
 
     /// The open context, the stream of a call, and what it holds until its wait ends. Before addresses of arrays are
     /// taken: other threads run in the wait for it, and may give tensors other memory.
-    fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Open, Stream, Option<Held<'_>>)> {
+    pub fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Open, Stream, Option<Held<'_>>)> {
         let held = self.hold(py)?;
         let ep = self.ep.get(py)?;
         if held.is_some() {
@@ -618,11 +669,21 @@ impl Context {
     /// On the CPU device, waits until a call with these arrays is done, and raises what it found.
     fn finished<const N: usize>(
         &self,
+        py: Python<'_>,
         ep: &Inside,
         call: &Call<'_>,
         arrays: [Option<&Bound<'_, PyAny>>; N],
     ) -> PyResult<()> {
-        let py = call.py;
+        self.finished_with(py, ep, || Box::new(kept(py, call, arrays)))
+    }
+
+    /// The same, of a call that uses what `used` returns.
+    pub fn finished_with(
+        &self,
+        py: Python<'_>,
+        ep: &Inside,
+        used: impl FnOnce() -> Box<dyn Any + Send>,
+    ) -> PyResult<()> {
         if !self.on_cpu() {
             return Ok(());
         }
@@ -631,7 +692,7 @@ impl Context {
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if waited.is_err() {
             // By a signal, say: work goes on, in arrays that the caller may let go of.
-            in_use.extend(kept(call, arrays));
+            in_use.push(used());
         }
         let ended = if waited.is_ok() { std::mem::take(&mut *in_use) } else { Vec::new() };
         drop(in_use);
@@ -641,33 +702,41 @@ impl Context {
     }
 
     /// A call of this format.
-    fn call_of<'a>(&self, py: Python<'a>, ep: &'a Inside, format: &'a Format) -> Call<'a> {
+    pub fn call_of<'a>(&self, ep: &'a Inside, format: &'a Format) -> Call<'a> {
         let (top_k, ranks, first_ranks) = (self.top_k, self.ranks, self.first_ranks);
-        Call { py, device: &ep.device, format, top_k, ranks, first_ranks, capsules: RefCell::default() }
+        Call { device: &ep.device, format, top_k, ranks, first_ranks, capsules: RefCell::default() }
+    }
+
+    /// Whether calls run on the CPU device.
+    pub fn on_cpu(&self) -> bool {
+        self.on_cpu
+    }
+
+    /// The GPU's number.
+    pub fn ordinal(&self) -> Option<usize> {
+        self.ordinal
     }
 
     /// The experts' rows, and where they lie.
-    fn expert_rows(
+    pub fn expert_rows(
         &self,
         call: &Call<'_>,
-        rows: &Bound<'_, PyAny>,
-        handle: &Handle,
-        topk_weights: Option<&Bound<'_, PyAny>>,
+        rows: &Array,
+        handle: &Parts,
+        topk_weights: Option<Array>,
         dtype: Option<&str>,
     ) -> PyResult<(Rows, Vec<usize>)> {
         let CallFormat { combine_dtype, .. } = handle.format.inner;
         let dtype = dtype.map_or(Ok(combine_dtype), |dtype| calls::dtype("dtype", dtype))?;
-        let rows = Array::of("rows", rows, false)?;
         rows.must_be_rows_of(dtype)?;
-        calls::must_lie(&rows, &handle.places, call.format)?;
-        let mut to = Rows::new(call.view(&rows)?).dtype(dtype);
+        calls::must_lie(rows, &handle.places, call.format)?;
+        let mut to = Rows::new(call.view(rows)?).dtype(dtype);
         if rows.shape().len() == 2 {
             to = to.pitch_bytes(rows.pitch()?);
         } else {
             rows.must_be_contiguous()?;
         }
         if let Some(weights) = topk_weights {
-            let weights = Array::of("topk_weights", weights, false)?;
             weights.must_be_shaped(&[handle.tokens, self.top_k])?;
             weights.must_hold(&[Element::Fp32])?;
             weights.must_be_contiguous()?;
@@ -676,14 +745,14 @@ impl Context {
         Ok((to, rows.places().to_vec()))
     }
 
-    fn sums(
+    /// Where sums go.
+    pub fn sums(
         &self,
         call: &Call<'_>,
-        out: &Bound<'_, PyAny>,
+        out: &Array,
         accumulate: bool,
         wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Combined> {
-        let out = Array::of("out", out, true)?;
         out.must_be_shaped(&[out.len(), call.format.inner.hidden])?;
         let dtype = match out.element {
             Element::Bf16 | Element::U16 => Dtype::Bf16,
@@ -693,15 +762,34 @@ impl Context {
                 Dtype::Fp32
             }
         };
-        let to = Combined::new(call.view(&out)?).dtype(dtype).accumulate(accumulate);
+        let to = Combined::new(call.view(out)?).dtype(dtype).accumulate(accumulate);
         let times = wait_times.map(|times| Array::whole("wait_times", times, &[Element::I64], true)).transpose()?;
         let times = times.map(|times| call.view(&times)).transpose()?;
         Ok(to.pitch_bytes(out.pitch()?).wait_times(times))
     }
 }
 
+/// What a dispatch reads.
+fn given(
+    x: &Bound<'_, PyAny>,
+    topk_idx: &Bound<'_, PyAny>,
+    topk_weights: Option<&Bound<'_, PyAny>>,
+    scales: Option<&Bound<'_, PyAny>>,
+    count: Option<&Bound<'_, PyAny>>,
+    payload: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Given> {
+    Ok(Given {
+        x: Array::of("x", x, false)?,
+        topk_idx: Array::of("topk_idx", topk_idx, false)?,
+        topk_weights: calls::read("topk_weights", topk_weights)?,
+        scales: calls::read("scales", scales)?,
+        count: calls::read("count", count)?,
+        payload: calls::read("payload", payload)?,
+    })
+}
+
 /// A context that stays until its call ends.
-type Open = Arc<Detached<Inside>>;
+pub(super) type Open = Arc<Detached<Inside>>;
 
 /// Raises what calls found.
 fn found(py: Python<'_>, ep: &tokenyard::AllToAll) -> PyResult<()> {
@@ -714,9 +802,9 @@ fn words_of(payload: &Option<TokenPayload>) -> usize {
 }
 
 /// Arrays that what is in flight keeps alive.
-fn kept<const N: usize>(call: &Call<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>> {
+fn kept<const N: usize>(py: Python<'_>, call: &Call<'_>, arrays: [Option<&Bound<'_, PyAny>>; N]) -> Vec<Py<PyAny>> {
     let capsules = call.capsules.borrow();
-    let capsules = capsules.iter().map(|capsule| capsule.clone_ref(call.py));
+    let capsules = capsules.iter().map(|capsule| capsule.clone_ref(py));
     arrays.into_iter().flatten().map(|array| array.clone().unbind()).chain(capsules).collect()
 }
 

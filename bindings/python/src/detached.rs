@@ -80,6 +80,14 @@ impl<T: Send + Sync> Closable<T> {
         value.ok_or_else(|| errors::closed(py, self.what))
     }
 
+    /// The value; None of one that was closed, and in the child of a fork. Needs no interpreter.
+    pub fn open(&self) -> Option<Arc<Detached<T>>> {
+        if !self.is_of_this_process() {
+            return None;
+        }
+        self.value.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Whether it was closed; false in the child of a fork.
     pub fn is_closed(&self) -> bool {
         self.is_of_this_process() && self.value.lock().unwrap_or_else(PoisonError::into_inner).is_none()

@@ -13,6 +13,7 @@ mod dlpack;
 mod errors;
 mod exclusive;
 mod formats;
+mod operators;
 mod proxies;
 mod worlds;
 
@@ -48,6 +49,11 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<context::Sent>()?;
     module.add_class::<context::CombineSent>()?;
     module.add_class::<calls::Output>()?;
+    module.add_class::<operators::Plan>()?;
+    module.add_function(wrap_pyfunction!(operators::define_operators, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     errors::add_to(module)?;
     module.add_function(wrap_pyfunction!(run_program, module)?)
 }

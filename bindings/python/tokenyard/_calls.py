@@ -120,6 +120,7 @@ class AllToAll:
         self._formats = (self._format, *room_for)
         # What functions that torch compiles ask of formats, which they cannot look into.
         self.facts = tuple((format.weights, format.scales is not None) for format in self._formats)
+        self._plans: Dict[Tuple[int, str, int, Optional[int]], _native.Plan] = {}
         self._number = next(_NUMBERS)
         CONTEXTS[self._number] = self
 
@@ -130,6 +131,7 @@ class AllToAll:
         wait for is missed by them, as of a rank that has gone: close after a barrier.
         """
         CONTEXTS.pop(self._number, None)
+        self._plans.clear()
         self._context.close()
 
     @property
@@ -207,6 +209,23 @@ class AllToAll:
             shapes["token_experts"] = ((capacity, self._top_k), "i32")
             shapes["token_weights"] = ((capacity, self._top_k), "fp32")
         return shapes
+
+    def plan(self, format: int, layout: str, align: int, capacity: Optional[int]) -> int:
+        """The number of dispatches with such outputs, for the operator in C. `format`: a number of `formats`.
+        `capacity`: as of `output`."""
+        key = (format, layout, align, capacity)
+        plan = self._plans.get(key)
+        if plan is None:
+            must_lie(layout, align)
+            stated = self._formats[format]
+            room = self.capacity(layout, align, stated) if capacity is None else capacity
+            _must_be_number("capacity", room)
+            outputs = [(name, *made) for name, made in self.shapes(layout, room, stated).items()]
+            plan = _native.Plan(self._context, self._number, stated, layout, align, outputs)
+            if len(self._plans) == _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan.number
 
     @staticmethod
     def rows_of_counts(experts: List[int], sources: List[int], *, layout: str = "contiguous", align: int = 1) -> int:
@@ -509,6 +528,8 @@ class AllToAll:
 
 ROWS = ("bf16", "fp16", "fp32", "fp8")
 """Dtypes of rows."""
+_MOST_PLANS = 64
+"""More are made anew: of callers whose capacity differs from call to call."""
 _LAYOUTS = ("contiguous", "masked", "token")
 _FURTHER = ("row_expert", "source", "row_count", "source_ranges")
 

@@ -18,6 +18,7 @@ __all__ = [
     "OrderError",
     "Output",
     "PeerLostError",
+    "Plan",
     "Proxy",
     "RankMask",
     "RoutingError",
@@ -25,12 +26,20 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "World",
+    "define_operators",
+    "operator_handle",
+    "operator_handles",
     "run_program",
+    "take_pending",
     "version",
 ]
 
 version: str
 
+def define_operators() -> bool: ...
+def operator_handle(key: int) -> Optional[Tuple[int, Handle, str]]: ...
+def operator_handles() -> int: ...
+def take_pending() -> Optional[BaseException]: ...
 def run_program(arguments: Sequence[str], program: Optional[str] = None) -> int: ...
 
 class Error(RuntimeError):
@@ -175,6 +184,20 @@ class RankMask:
     def __array_interface__(self) -> Dict[str, Any]: ...
     @property
     def __cuda_array_interface__(self) -> Dict[str, Any]: ...
+
+@final
+class Plan:
+    def __new__(
+        cls,
+        context: Context,
+        number: int,
+        format: Format,
+        layout: str,
+        align: int,
+        outputs: Sequence[Tuple[str, Sequence[int], str]],
+    ) -> Plan: ...
+    @property
+    def number(self) -> int: ...
 
 @final
 class Handle:

@@ -22,7 +22,7 @@ from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequen
 import torch
 import torch.autograd.forward_ad
 
-from . import _choices
+from . import _choices, _eager, _native
 from ._calls import CONTEXTS, AllToAll, must_lie
 from ._errors import Found
 from ._native import CombineSent, Error, Format, Handle, Output, Sent
@@ -98,12 +98,19 @@ def _kept(name: str, tensor: torch.Tensor, kind: Any = Handle) -> _Kept:
     """What a tensor stands for."""
     if tensor.dtype != torch.int64 or tensor.shape != (1,):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give the int64 [1] of a dispatch or a half")
-    kept = _KEPT.get(tensor.data_ptr() if tensor.is_cuda else min(int(tensor), 0))
+    key = tensor.data_ptr() if tensor.is_cuda else min(int(tensor), 0)
+    kept = _KEPT.get(key) or _of_operator(key)
     if kept is None:
         raise ValueError(f"{name} stands for nothing that is alive: give the tensor itself, and while it is alive")
     if not isinstance(kept.value, kind):
         raise ValueError(f"{name} is the tensor of a {type(kept.value).__name__}: give that of a {kind.__name__}")
     return kept
+
+
+def _of_operator(key: int) -> Optional[_Kept]:
+    """What a tensor stands for that the operator in C made."""
+    found = _native.operator_handle(key)
+    return None if found is None else _Kept(_context(found[0]), found[1], found[2], None)
 
 
 def _context(number: int) -> AllToAll:
@@ -592,8 +599,18 @@ def dispatch(
     error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the
     other ranks do."""
     weights, has_scales = _checked(ep, format, capacity)
-    _no_tangent(x, topk_weights)
     row_weights = weights == "none" and topk_weights is not None
+    if not (exact or row_weights) and _eager.plain(x, topk_idx, topk_weights, scales):
+        brought = topk_weights if weights == "dispatch" else None
+        made, raised = _eager.dispatch(ep, ep.plan(format, layout, align, capacity), x, topk_idx, brought, scales)
+        results = _named(made, x.shape[0], has_scales, layout, False) if made else None
+        if raised is not None:
+            if results is not None:
+                setattr(raised, "dispatched", results)
+            _eager.raise_it(raised)
+        if results is not None:
+            return results
+    _no_tangent(x, topk_weights)
     zero = torch.is_grad_enabled() and (
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
     )
@@ -689,6 +706,10 @@ def combine(
     dispatch brought, or `topk_weights` where its format has weights with "combine"."""
     if got.row_weights is not None:
         rows = (rows * got.row_weights.unsqueeze(-1)).to(rows.dtype)
+    if _eager.plain(rows, topk_weights):
+        sums = _eager.combine(rows, got.handle, topk_weights, got.tokens)
+        if sums is not None:
+            return sums
     _no_tangent(rows)
     if topk_weights is not None:
         _no_gradient("combine with topk_weights", rows, topk_weights)

@@ -1,0 +1,142 @@
+//! Tensors that stand for handles: int64 `[1]`, of which torch tells when nothing uses them.
+//!
+//! On a GPU a handle is known by its address, of memory that its context has for them; on the CPU device by the number
+//! that is there, below those that bindings/python/tokenyard/ops.py gives.
+
+use super::shim::{Shim, Tensor};
+use crate::arrays::{Element, Place};
+use crate::context::{Core, Handle, Parts};
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokenyard::{Device, DeviceBuffer};
+
+/// Handles of a context on a GPU that live at once; further ones are made in Python.
+const SLOTS: usize = 4096;
+const SLOT_BYTES: usize = 8;
+
+/// What a tensor stands for.
+pub(super) struct Kept {
+    pub core: Arc<Core>,
+    pub parts: Arc<Parts>,
+    context: i64,
+    layout: &'static str,
+}
+
+static HANDLES: Mutex<Option<HashMap<i64, Arc<Kept>>>> = Mutex::new(None);
+
+fn handles() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
+    HANDLES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory for the handles of a context on a GPU.
+pub(crate) struct Slots {
+    memory: Option<DeviceBuffer>,
+    free: Mutex<Vec<usize>>,
+}
+
+impl Slots {
+    /// Of a context on this device; none on the CPU device.
+    pub fn on(device: &Device) -> tokenyard::Result<Slots> {
+        let memory = device.ordinal().map(|_| device.alloc(SLOTS * SLOT_BYTES)).transpose()?;
+        let free = memory.iter().flat_map(|_| (0..SLOTS).rev()).collect();
+        Ok(Slots { memory, free: Mutex::new(free) })
+    }
+}
+
+/// Where a tensor's handle is to be found, and its memory: a number at its address, or a slot of a context's.
+struct Owner {
+    key: i64,
+    _number: Option<Box<i64>>,
+    slot: Option<(usize, Arc<Core>)>,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let kept = handles().as_mut().and_then(|handles| handles.remove(&self.key));
+        drop(kept);
+        if let Some((slot, core)) = &self.slot {
+            core.slots.free.lock().unwrap_or_else(PoisonError::into_inner).push(*slot);
+        }
+    }
+}
+
+unsafe extern "C" fn gone(_address: *mut c_void, owner: *mut c_void) {
+    // SAFETY: it came of `slot`, and torch gives it back once.
+    drop(unsafe { Box::from_raw(owner.cast::<Owner>()) });
+}
+
+/// A tensor that is to stand for a handle.
+pub(super) struct Slot {
+    tensor: Tensor,
+    key: i64,
+}
+
+/// None where the context has no memory left for one.
+pub(super) fn slot(shim: &'static Shim, core: &Arc<Core>) -> Option<Slot> {
+    // Below every number of Python's.
+    static NUMBERS: AtomicI64 = AtomicI64::new(-1 << 40);
+    let (owner, address, place) = match (&core.slots.memory, core.ordinal()) {
+        (Some(memory), Some(ordinal)) => {
+            let slot = core.slots.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            let address = memory.view().ptr() + (slot * SLOT_BYTES) as u64;
+            let slot = Some((slot, core.clone()));
+            (Owner { key: address as i64, _number: None, slot }, address, Place::Cuda(ordinal))
+        }
+        _ => {
+            let key = NUMBERS.fetch_sub(1, Ordering::Relaxed);
+            let number = Box::new(key);
+            let address = std::ptr::from_ref(&*number) as u64;
+            (Owner { key, _number: Some(number), slot: None }, address, Place::Cpu)
+        }
+    };
+    let key = owner.key;
+    let owner = Box::into_raw(Box::new(owner));
+    // SAFETY: the owner keeps the memory until `gone`.
+    let tensor = unsafe { shim.lent(address, place, gone, owner.cast()) };
+    if tensor.is_none() {
+        // SAFETY: torch has not taken it.
+        drop(unsafe { Box::from_raw(owner) });
+    }
+    Some(Slot { tensor: tensor?, key })
+}
+
+impl Slot {
+    /// The tensor, which stands for this handle from now on.
+    pub fn filled(self, core: Arc<Core>, context: i64, layout: &'static str, parts: Parts) -> Tensor {
+        let kept = Arc::new(Kept { core, parts: Arc::new(parts), context, layout });
+        handles().get_or_insert_with(HashMap::new).insert(self.key, kept);
+        self.tensor
+    }
+}
+
+/// What a tensor stands for.
+pub(super) fn found(tensor: &Tensor) -> Option<Arc<Kept>> {
+    let array = tensor.array("handle")?;
+    if array.element != Element::I64 || array.shape() != [1] {
+        return None;
+    }
+    // Of a tensor whose storage was freed it is 0.
+    let address = tensor.address().filter(|address| *address != 0)?;
+    let key = match array.place() {
+        // SAFETY: the tensor has one number of this type, which nobody writes.
+        Place::Cpu => unsafe { (address as *const i64).read() },
+        Place::Cuda(_) => address as i64,
+    };
+    handles().as_ref()?.get(&key).cloned()
+}
+
+/// The context's number, handle and layout of a tensor that stands for one, by its number or address.
+#[pyfunction]
+pub(crate) fn operator_handle(key: i64) -> Option<(i64, Handle, &'static str)> {
+    let kept = handles().as_ref()?.get(&key).cloned()?;
+    Some((kept.context, Handle::new(kept.parts.clone()), kept.layout))
+}
+
+/// How many such tensors live.
+#[pyfunction]
+pub(crate) fn operator_handles() -> usize {
+    handles().as_ref().map_or(0, HashMap::len)
+}

@@ -1,0 +1,353 @@
+//! Operators of torch whose kernels are in C: `torch.ops.tokenyard._dispatch` and `_combine`, for eager calls without
+//! gradients. bindings/python/tokenyard/ops.py has what calls them, and operators in Python for everything else.
+//!
+//! A call has no Python in it: torch gives back the interpreter's lock, and on a GPU the kernel takes it for errors
+//! alone. It returns no tensors where the call is none for it, or raises something, which `take_pending` then has.
+
+mod handles;
+mod shim;
+
+use super::arrays::{Array, Element, Place};
+use super::calls::{self, Given, Output};
+use super::context::{Context, Core, Inside, Open, Parts};
+use super::errors;
+use super::formats::Format;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use shim::{Shim, Tensor, shim};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use tokenyard::{Layout, Stream};
+
+pub(super) use handles::{Slots, operator_handle, operator_handles};
+
+/// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say.
+const DISPATCH: &CStr =
+    c"_dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, int plan) -> Tensor[]";
+const COMBINE: &CStr = c"_combine(Tensor rows, Tensor handle, Tensor topk_weights, int tokens) -> Tensor[]";
+/// Flags in the lowest bits of `plan` and `tokens`.
+const WEIGHTS: i64 = 1;
+const SCALES: i64 = 2;
+
+/// Defines the operators; once, after torch was imported. False: this torch has no stable interface for them.
+#[pyfunction]
+pub(super) fn define_operators() -> bool {
+    static DEFINED: Mutex<Option<bool>> = Mutex::new(None);
+    let mut defined = DEFINED.lock().unwrap_or_else(PoisonError::into_inner);
+    *defined.get_or_insert_with(|| {
+        let operators = shim().and_then(|shim| Some((shim, shim.operators(c"tokenyard")?)));
+        operators.is_some_and(|(shim, operators)| {
+            operators.define(shim, c"_dispatch", DISPATCH, dispatch)
+                && operators.define(shim, c"_combine", COMBINE, combine)
+        })
+    })
+}
+
+thread_local! {
+    /// What the last call of this thread raised.
+    static PENDING: Cell<Option<PyErr>> = const { Cell::new(None) };
+}
+
+/// The exception of this thread's last call, once.
+#[pyfunction]
+pub(super) fn take_pending(py: Python<'_>) -> Option<Py<PyAny>> {
+    PENDING.take().map(|raised| raised.into_value(py).into_any())
+}
+
+/// Why a call has no result.
+enum Failure {
+    Raised(PyErr),
+    Library(Box<tokenyard::Error>),
+    /// It is none for these operators: an argument that Python knows more of, or no memory.
+    NotHere,
+}
+
+impl From<PyErr> for Failure {
+    fn from(raised: PyErr) -> Failure {
+        Failure::Raised(raised)
+    }
+}
+
+impl From<tokenyard::Error> for Failure {
+    fn from(error: tokenyard::Error) -> Failure {
+        Failure::Library(Box::new(error))
+    }
+}
+
+/// A call's tensors, and what is to be raised all the same: of a call that took place.
+type Outcome = Result<(Vec<Tensor>, Option<PyErr>), Failure>;
+
+/// Notes what a call raised. Returns its tensors.
+fn settled(outcome: Outcome) -> Vec<Tensor> {
+    let (tensors, raised) = match outcome {
+        Ok(made) => made,
+        Err(Failure::NotHere) => (Vec::new(), None),
+        Err(Failure::Raised(raised)) => (Vec::new(), Some(raised)),
+        Err(Failure::Library(error)) => {
+            let raised = Python::try_attach(|py| errors::raised(py, &error));
+            let raised = raised.unwrap_or_else(|| PyRuntimeError::new_err(error.to_string()));
+            (Vec::new(), Some(raised))
+        }
+    };
+    PENDING.set(raised);
+    tensors
+}
+
+/// Runs a kernel: `count` tensors and a number become a list.
+///
+/// # Safety
+/// `stack` is that of a kernel with these arguments and one result of type Tensor[].
+unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, [Tensor; N], i64) -> Outcome) {
+    let Some(shim) = shim() else { return };
+    // SAFETY: passed on to the caller.
+    let (tensors, number) = unsafe {
+        let tensors: [Tensor; N] = std::array::from_fn(|place| shim.taken(stack.add(place).read()));
+        (tensors, stack.add(N).read() as i64)
+    };
+    let outcome = catch_unwind(AssertUnwindSafe(|| work(shim, tensors, number)));
+    let outcome = outcome.unwrap_or_else(|_| {
+        Err(Failure::Raised(PyRuntimeError::new_err("an operator panicked: report it, with the call")))
+    });
+    let list = shim.list(settled(outcome)).or_else(|| shim.list(Vec::new())).unwrap_or(0);
+    // SAFETY: as above.
+    unsafe { stack.write(list) };
+}
+
+unsafe extern "C" fn dispatch(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `DISPATCH` has four tensors, a number and a list.
+    unsafe { run(stack, dispatched) };
+}
+
+unsafe extern "C" fn combine(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `COMBINE` has three tensors, a number and a list.
+    unsafe { run(stack, combined) };
+}
+
+/// An output of a dispatch.
+struct Made {
+    name: &'static str,
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+    element: Element,
+}
+
+/// What stays the same from one dispatch to the next.
+struct Prepared {
+    core: Arc<Core>,
+    /// Of the context, in Python.
+    context: i64,
+    format: Format,
+    layout: Layout,
+    layout_name: &'static str,
+    place: Place,
+    made: Vec<Made>,
+}
+
+/// Dispatches of a context with outputs of the same layout and size, for `torch.ops.tokenyard._dispatch`.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct Plan {
+    number: i64,
+    _prepared: Arc<Prepared>,
+}
+
+static PLANS: Mutex<Option<HashMap<i64, Weak<Prepared>>>> = Mutex::new(None);
+
+fn prepared(number: i64) -> Option<Arc<Prepared>> {
+    PLANS.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(&number)?.upgrade()
+}
+
+/// Names and dtypes of outputs.
+const NAMES: [&str; 6] = ["rows", "counts", "scales", "offsets", "token_experts", "token_weights"];
+const DTYPES: [(&str, Element); 5] = [
+    ("bf16", Element::Bf16),
+    ("fp16", Element::Fp16),
+    ("fp32", Element::Fp32),
+    ("fp8", Element::Fp8E4m3),
+    ("i32", Element::I32),
+];
+
+#[pymethods]
+impl Plan {
+    /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the operator
+    /// returns them after the handle.
+    #[new]
+    fn new(
+        context: &Context,
+        number: i64,
+        format: &Format,
+        layout: &str,
+        align: usize,
+        outputs: Vec<(String, Vec<usize>, String)>,
+    ) -> PyResult<Plan> {
+        let known = |known: &[&'static str], name: &str| known.iter().copied().find(|known| *known == name);
+        let of_output = |(name, shape, dtype): (String, Vec<usize>, String)| -> PyResult<Made> {
+            let element = DTYPES.iter().find(|(known, _)| *known == dtype).map(|(_, element)| *element);
+            let (Some(name), Some(element)) = (known(&NAMES, &name), element) else {
+                return Err(PyValueError::new_err(format!("no output is called {name} with elements of {dtype}")));
+            };
+            let too_large =
+                || PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"));
+            let sizes: Result<Vec<i64>, _> = shape.iter().map(|length| i64::try_from(*length)).collect();
+            let sizes = sizes.map_err(|_| too_large())?;
+            let mut strides = vec![1i64; sizes.len()];
+            for place in (1..sizes.len()).rev() {
+                strides[place - 1] = strides[place].checked_mul(sizes[place].max(1)).ok_or_else(too_large)?;
+            }
+            Ok(Made { name, sizes, strides, element })
+        };
+        let made: Vec<Made> = outputs.into_iter().map(of_output).collect::<PyResult<_>>()?;
+        let rows = made.iter().find(|made| made.name == "rows").map(|made| made.sizes.as_slice());
+        let length = |place: usize| {
+            rows.and_then(|sizes| sizes.get(place)).and_then(|length| usize::try_from(*length).ok()).unwrap_or(0)
+        };
+        let (layout, layout_name) = match layout {
+            "contiguous" => (Layout::Contiguous { align, capacity: length(0) }, "contiguous"),
+            "masked" => (Layout::Masked { per_expert: length(1) }, "masked"),
+            "token" => (Layout::Token { capacity: length(0) }, "token"),
+            other => return Err(calls::unknown("layout", other, &["contiguous", "masked", "token"])),
+        };
+        let core = context.core();
+        let place = core.ordinal().map_or(Place::Cpu, Place::Cuda);
+        let format = format.clone();
+        let prepared = Arc::new(Prepared { core, context: number, format, layout, layout_name, place, made });
+        static NUMBERS: AtomicI64 = AtomicI64::new(1);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let mut plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
+        plans.get_or_insert_with(HashMap::new).insert(number, Arc::downgrade(&prepared));
+        Ok(Plan { number, _prepared: prepared })
+    }
+
+    /// What the operator takes, with flags in the lowest two bits: 1 with weights, 2 with scales.
+    #[getter]
+    fn number(&self) -> i64 {
+        self.number << 2
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        if let Some(plans) = &mut *PLANS.lock().unwrap_or_else(PoisonError::into_inner) {
+            plans.remove(&self.number);
+        }
+    }
+}
+
+/// An argument that Python knows more of is none for these operators.
+fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
+    tensor.array(name).ok_or(Failure::NotHere)
+}
+
+/// Runs a call on the stream that is current, and on the CPU device to its end. `work` enqueues it, and returns what the
+/// call made; `used`, what its memory lasts as long as.
+fn on_device(
+    shim: &'static Shim,
+    core: &Core,
+    work: impl FnOnce(&Open, &Stream) -> Result<Vec<Tensor>, Failure>,
+    used: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
+) -> Outcome {
+    let Some(ordinal) = core.ordinal() else {
+        let done = Python::try_attach(|py| {
+            let (ep, stream, _held) = core.begin(py, 0)?;
+            let made = work(&ep, &stream)?;
+            let raised = core.finished_with(py, &ep, || Box::new(used(&made))).err();
+            Ok((made, raised))
+        });
+        return done.unwrap_or(Err(Failure::NotHere));
+    };
+    // Closed, or of another process: Python says so.
+    let ep = core.ep.open().ok_or(Failure::NotHere)?;
+    let stream = shim.current_stream(ordinal).ok_or(Failure::NotHere)?;
+    // SAFETY: torch's streams live as long as the process.
+    let stream = unsafe { ep.device.stream_from_raw(stream) }?;
+    Ok((work(&ep, &stream)?, None))
+}
+
+/// The tensors of a call: what it was given, and what it made.
+fn used<const N: usize>(given: [Tensor; N], made: &[Tensor]) -> Vec<Tensor> {
+    given.into_iter().chain(made.iter().filter_map(Tensor::again)).collect()
+}
+
+fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
+    let prepared = prepared(plan >> 2).ok_or(Failure::NotHere)?;
+    let [x, topk_idx, topk_weights, scales] = &tensors;
+    let given = |flag: i64, name: &'static str, tensor: &Tensor| match plan & flag {
+        0 => Ok(None),
+        _ => read(name, tensor).map(Some),
+    };
+    let given = Given {
+        x: read("x", x)?,
+        topk_idx: read("topk_idx", topk_idx)?,
+        topk_weights: given(WEIGHTS, "topk_weights", topk_weights)?,
+        scales: given(SCALES, "scales", scales)?,
+        count: None,
+        payload: None,
+    };
+    let work = |ep: &Open, stream: &Stream| prepared.dispatch(shim, ep, stream, &given);
+    // What torch was given lasts as long as the tensors of the call.
+    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+}
+
+impl Prepared {
+    /// The handle, and the outputs.
+    fn dispatch(
+        &self,
+        shim: &'static Shim,
+        ep: &Inside,
+        stream: &Stream,
+        given: &Given,
+    ) -> Result<Vec<Tensor>, Failure> {
+        let call = self.core.call_of(ep, &self.format);
+        let (tokens, room) = calls::tokens(&call, given)?;
+        let mut made = Vec::with_capacity(1 + self.made.len());
+        let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::new());
+        for Made { name, sizes, strides, element } in &self.made {
+            let tensor = shim.empty(sizes, strides, *element, self.place).ok_or(Failure::NotHere)?;
+            let address = tensor.address().ok_or(Failure::NotHere)?;
+            let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
+            match *name {
+                "rows" => rows = Some(array),
+                "counts" => counts = Some(array),
+                "scales" => scales = Some(array),
+                other => others.push((other, array)),
+            }
+            made.push(tensor);
+        }
+        let (Some(rows), Some(counts)) = (rows, counts) else { return Err(Failure::NotHere) };
+        let places = rows.places().to_vec();
+        let output = Output::made(self.layout, rows, counts, scales, others).given(&call, 0)?;
+        let slot = handles::slot(shim, &self.core).ok_or(Failure::NotHere)?;
+        let inner = ep.dispatch(stream, &tokens, &output)?;
+        let parts = Parts { inner, tokens: room, format: self.format.clone(), places };
+        made.insert(0, slot.filled(self.core.clone(), self.context, self.layout_name, parts));
+        Ok(made)
+    }
+}
+
+fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
+    let [rows, handle, topk_weights] = &tensors;
+    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
+    let rows = read("rows", rows)?;
+    let weights = if tokens & WEIGHTS == 0 { None } else { Some(read("topk_weights", topk_weights)?) };
+    let (core, parts) = (&kept.core, &kept.parts);
+    let place = core.ordinal().map_or(Place::Cpu, Place::Cuda);
+    let dtype = match rows.element {
+        Element::Bf16 => "bf16",
+        Element::Fp16 => "fp16",
+        Element::Fp32 => "fp32",
+        _ => return Err(Failure::NotHere),
+    };
+    let work = |ep: &Open, stream: &Stream| {
+        let call = core.call_of(ep, &parts.format);
+        let (from, _) = core.expert_rows(&call, &rows, parts, weights, Some(dtype))?;
+        let (sizes, strides) = ([tokens >> 1, parts.format.inner.hidden as i64], [parts.format.inner.hidden as i64, 1]);
+        let out = shim.empty(&sizes, &strides, rows.element, place).ok_or(Failure::NotHere)?;
+        let to = core.sums(&call, &read("out", &out)?, false, None)?;
+        ep.combine(stream, &parts.inner, &from, &to)?;
+        Ok(vec![out])
+    };
+    on_device(shim, core, work, |made| used(tensors, made))
+}

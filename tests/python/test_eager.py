@@ -1,0 +1,300 @@
+"""Eager calls by operators in C: that they are used, and bring what operators in Python do."""
+
+import os
+import threading
+
+import pytest
+
+import tokenyard
+from rig import Case, in_threads
+
+if os.environ.get("TOKENYARD_STRICT") == "1":
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+from tokenyard import _eager, _native, ops  # noqa: E402: after torch, without which there is no such module
+
+DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
+PLACE = {"device": "cuda:0", "sms": 16} if DEVICE == "cuda" else {}
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+QUANTIZED = {"dtype": "fp8", "scales": "fp32", "quantize": True, "combine_dtype": "bf16"}
+needs_them = pytest.mark.skipif(VERSION < (2, 11), reason="torch before 2.11 has no such interface: install a later one")
+
+
+def tensors(case, rank):
+    return tuple(torch.tensor(value[rank], device=DEVICE) for value in (case.x, case.ids, case.weights))
+
+
+def of_ranks(ranks, work):
+    """What `work(world)` returned to each rank."""
+    found = {}
+
+    def rank(world):
+        found[world.rank] = work(world)
+
+    in_threads(DEVICE, ranks, rank)
+    return [found[rank] for rank in range(ranks)]
+
+
+def done(ep):
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
+    ep.check()
+
+
+@pytest.fixture
+def python_alone(monkeypatch):
+    """A way to have calls go through operators in Python."""
+
+    def begin():
+        monkeypatch.setattr(_eager, "DEFINED", False)
+
+    return begin
+
+
+def test_they_are_there_from_torch_2_11_on():
+    assert _eager.DEFINED == (VERSION >= (2, 11))
+    assert _native.define_operators() == _eager.DEFINED
+
+
+@needs_them
+@pytest.mark.parametrize("layout", ["contiguous", "masked", "token"])
+@pytest.mark.parametrize("more", [{}, QUANTIZED, {"weights": "combine"}, {"weights": "none"}], ids=str)
+def test_values_are_those_of_operators_in_python(layout, more, python_alone):
+    if layout == "token" and more.get("weights") == "combine":
+        more = {"weights": "dispatch"}  # the only one of this layout
+    case = Case(2, tokens=9, hidden=512, experts=8, top_k=3)
+
+    def run(world):
+        with tokenyard.AllToAll(world, **case.limits | more | PLACE) as ep:
+            x, ids, weights = tensors(case, world.rank)
+            x = x.to(torch.bfloat16) if "quantize" in more else x
+            brought = weights if more.get("weights", "dispatch") == "dispatch" else None
+            late = {"topk_weights": weights} if more.get("weights") == "combine" else {}
+            results = []
+            for capacity in (None, ep.capacity(layout) + 3):
+                before = _native.operator_handles()
+                got = ops.dispatch(ep, x, ids, brought, layout=layout, capacity=capacity)
+                used = _native.operator_handles() > before
+                rows = got.rows.to(torch.bfloat16 if "quantize" in more else torch.float32)
+                # Rows that none has may be anything, and nothing reads them.
+                sums = ops.combine(rows, got, **late)
+                done(ep)
+                assert got.tokens == case.count[world.rank] and got.handle.shape == (1,) and got.handle.dtype == torch.int64
+                assert got.handle.device == x.device and sums.shape == x.shape
+                results.append((used, got, sums))
+            return results
+
+    fast = of_ranks(2, run)
+    python_alone()
+    slow = of_ranks(2, run)
+    for of_fast, of_slow in zip(fast, slow):
+        for (used, a, sums), (unused, b, wanted) in zip(of_fast, of_slow):
+            assert used and not unused
+            torch.testing.assert_close(sums, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(a.counts, b.counts, rtol=0, atol=0)
+            for name in ("rows", "scales", "offsets", "token_experts", "token_weights"):
+                x, y = getattr(a, name), getattr(b, name)
+                assert (x is None) == (y is None), name
+                if x is not None:
+                    assert (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device), name
+            if layout == "contiguous":
+                torch.testing.assert_close(a.offsets, b.offsets, rtol=0, atol=0)
+                used_rows = int(a.offsets[-1])
+                torch.testing.assert_close(a.rows[:used_rows].float(), b.rows[:used_rows].float(), rtol=0, atol=0)
+                if a.scales is not None:
+                    torch.testing.assert_close(a.scales[:used_rows], b.scales[:used_rows], rtol=0, atol=0)
+
+
+@needs_them
+def test_calls_that_they_are_not_for_go_through_operators_in_python():
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE, weights="none") as ep:
+        x, ids, _ = tensors(case, 0)
+        leaf = x.clone().requires_grad_()
+        before = _native.operator_handles()
+        kept = [ops.dispatch(ep, leaf, ids), ops.dispatch(ep, x, ids, exact=True)]
+        assert _native.operator_handles() == before
+        with torch.no_grad():
+            kept.append(ops.dispatch(ep, leaf, ids))
+        with torch.inference_mode():
+            kept.append(ops.dispatch(ep, x, ids))
+            assert kept[-1].rows.is_inference()
+        assert _native.operator_handles() == before + 2
+        # Handles of either go with calls of either.
+        wanted = ops.combine(kept[2].rows, kept[2])
+        for got in kept:
+            torch.testing.assert_close(ops.combine(got.rows.detach().clone(), got), wanted, rtol=0, atol=0)
+            if not got.handle.is_inference():
+                rows = got.rows.detach().clone().requires_grad_()
+                ops.combine(rows, got).sum().backward()
+                assert rows.grad is not None and rows.grad.abs().sum() > 0
+        torch.testing.assert_close(ops.dispatch_again(x, kept[2])[: kept[2].offsets[-1]], kept[2].rows[: kept[2].offsets[-1]])
+        done(ep)
+        del kept, got
+        assert _native.operator_handles() == before
+
+
+@needs_them
+def test_what_is_refused_is_refused_as_in_python(python_alone):
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        got = ops.dispatch(ep, x, ids, weights)
+        freed = torch.empty_like(x)
+        freed.untyped_storage().resize_(0)
+        calls = [
+            lambda: ops.dispatch(ep, x.double(), ids, weights),
+            lambda: ops.dispatch(ep, x[:, :128], ids, weights),
+            lambda: ops.dispatch(ep, x.t(), ids, weights),
+            lambda: ops.dispatch(ep, x, ids[:3], weights),
+            lambda: ops.dispatch(ep, x, ids.float(), weights),
+            lambda: ops.dispatch(ep, x, ids, weights.half()),
+            lambda: ops.dispatch(ep, x, ids, None),
+            lambda: ops.dispatch(ep, x, ids, weights, scales=weights),
+            lambda: ops.dispatch(ep, freed, ids, weights),
+            lambda: ops.dispatch(ep, x.to_sparse(), ids, weights),
+            lambda: ops.dispatch(ep, x.repeat(30, 1), ids.repeat(30, 1), weights.repeat(30, 1)),
+            lambda: ops.dispatch(ep, x, ids, weights, layout="other"),
+            lambda: ops.dispatch(ep, x, ids, weights, align=0),
+            lambda: ops.dispatch(ep, x, ids, weights, capacity=1 << 61),
+            lambda: ops.dispatch(ep, x, ids, weights, capacity=-1),
+            lambda: ops.combine(got.rows[:, :128], got),
+            lambda: ops.combine(got.rows.t().contiguous().t(), got),
+            lambda: ops.combine(got.rows.long(), got),
+            lambda: ops.combine(got.rows, got, topk_weights=weights),
+            lambda: ops.combine(got.rows, got._replace(tokens=3)),
+            lambda: ops.combine(got.rows, got._replace(handle=got.handle.float())),
+            lambda: ops.combine(got.rows, got._replace(handle=torch.zeros(1, dtype=torch.int64, device=DEVICE))),
+        ]
+        if DEVICE == "cuda":
+            calls.append(lambda: ops.dispatch(ep, x.cpu(), ids, weights))
+
+        def refused():
+            found = []
+            for number, call in enumerate(calls):
+                with pytest.raises(Exception) as raised:
+                    call()
+                found.append((number, raised.type, str(raised.value)))
+            return found
+
+        fast = refused()
+        python_alone()
+        for (number, kind, text), (_, wanted, told) in zip(fast, refused()):
+            # Where sizes overflow, torch says it in its own words.
+            assert kind is wanted or number == 13, (number, text, told)
+            assert number == 13 or text == told
+        done(ep)
+        assert ops.combine(got.rows, got).shape == x.shape
+
+
+@needs_them
+def test_unusable_routing_has_what_was_made():
+    if DEVICE == "cuda":
+        pytest.skip("calls on a GPU raise what they find in a later check")
+    case = Case(2, tokens=5, hidden=256, experts=4, top_k=2)
+
+    def run(world):
+        with tokenyard.AllToAll(world, **case.limits) as ep:
+            x, ids, weights = tensors(case, world.rank)
+            if world.rank == 1:
+                ids[0, 0] = 4
+                with pytest.raises(tokenyard.RoutingError) as raised:
+                    ops.dispatch(ep, x, ids, weights)
+                got = raised.value.dispatched
+                del raised.value.dispatched
+            else:
+                got = ops.dispatch(ep, x, ids, weights)
+            out = ops.combine(got.rows, got)
+            del got
+            world.barrier()
+            return out
+
+    first, second = of_ranks(2, run)
+    assert first.abs().sum() > 0 and second.abs().sum() == 0
+
+    def short(world):
+        with tokenyard.AllToAll(world, **case.limits) as ep:
+            x, ids, weights = tensors(case, world.rank)
+            with pytest.raises(tokenyard.CapacityError) as raised:
+                ops.dispatch(ep, x, ids, weights, capacity=1)
+            assert raised.value.dispatched.rows.abs().sum() == 0
+            world.barrier()
+
+    of_ranks(2, short)
+
+
+@needs_them
+def test_numbers_that_are_no_plan_and_plans_of_closed_contexts():
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    ep = tokenyard.AllToAll(world, **case.limits | PLACE)
+    x, ids, weights = tensors(case, 0)
+    for number in (0, 3, -1, 1 << 62, (1 << 63) - 1, -(1 << 63)):
+        assert torch.ops.tokenyard._dispatch(x, ids, weights, x, number) == []
+        assert _native.take_pending() is None
+    plan = ep.plan(0, "contiguous", 1, None)
+    for capacity in range(100):
+        ep.plan(0, "contiguous", 1, 20 + capacity)
+    assert len(ep._plans) <= 64
+    # The number of a plan that was let go of stands for nothing, not for another one.
+    assert torch.ops.tokenyard._dispatch(x, ids, weights, x, plan | 1) == []
+    got = ops.dispatch(ep, x, ids, weights)
+    plan = ep.plan(0, "contiguous", 1, None)
+    done(ep)
+    ep.close()
+    assert torch.ops.tokenyard._dispatch(x, ids, weights, x, plan | 1) == []
+    with pytest.raises(tokenyard.ClosedError):
+        ops.dispatch(ep, x, ids, weights)
+    with pytest.raises((tokenyard.ClosedError, ValueError), match="closed"):
+        ops.combine(got.rows, got)
+
+
+@needs_them
+def test_threads_get_the_errors_of_their_own_calls():
+    if DEVICE == "cuda":
+        pytest.skip("calls on a GPU raise what they find in a later check")
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    found = []
+
+    def work(number):
+        (world,) = tokenyard.World.threads(1)
+        with tokenyard.AllToAll(world, **case.limits) as ep:
+            x, ids, weights = tensors(case, 0)
+            ids = ids.clone()
+            if number % 2:
+                ids[number % 5, 1] = 40
+            for _ in range(30):
+                try:
+                    got = ops.dispatch(ep, x, ids, weights)
+                    found.append((number, "fine"))
+                    ops.combine(got.rows, got)
+                except tokenyard.RoutingError:
+                    found.append((number, "routing"))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 120 and all((kind == "routing") == bool(number % 2) for number, kind in found)
+
+
+@needs_them
+def test_a_gpu_has_room_for_so_many_handles_and_then_makes_them_in_python():
+    if DEVICE != "cuda":
+        pytest.skip("handles on the CPU device are as many as memory has room for: run it with TOKENYARD_TEST_DEVICE=cuda")
+    case = Case(1, tokens=1, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        many = [ops.dispatch(ep, x, ids, weights) for _ in range(4100)]
+        assert _native.operator_handles() == 4096
+        wanted = ops.combine(many[0].rows, many[0])
+        torch.testing.assert_close(ops.combine(many[-1].rows, many[-1]), wanted)
+        done(ep)
+        del many
+        assert _native.operator_handles() == 0
