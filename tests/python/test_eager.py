@@ -298,3 +298,50 @@ def test_a_gpu_has_room_for_so_many_handles_and_then_makes_them_in_python():
         done(ep)
         del many
         assert _native.operator_handles() == 0
+
+
+@needs_them
+@pytest.mark.parametrize("options", [{"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}], ids=str)
+def test_low_latency_calls_of_deep_ep_are_those_of_python(options, python_alone):
+    from tokenyard import deep_ep
+
+    case = Case(2, tokens=9, hidden=512, experts=8, top_k=3)
+
+    def run(world):
+        deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+        buffer = deep_ep.Buffer(world, low_latency_mode=True)
+        x, ids, weights = tensors(case, world.rank)
+        x, found = x.to(torch.bfloat16), []
+        for _ in range(2):
+            before = _native.operator_handles()
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, **options)
+            used = _native.operator_handles() > before
+            values, scales = rows if isinstance(rows, tuple) else (rows, None)
+            sums, _, _ = buffer.low_latency_combine(torch.ones(values.shape, dtype=torch.bfloat16, device=DEVICE) * counts[:, None, None], ids, weights, handle)
+            if DEVICE == "cuda":
+                torch.cuda.current_stream().synchronize()
+            assert hook is None and event.event is None
+            found.append((used, values, scales, counts, handle, sums))
+            # A hook's call goes the other way, and may have this handle.
+            late = buffer.low_latency_combine(values.to(torch.bfloat16), ids, weights, handle, return_recv_hook=True)
+            late[2]()
+        world.barrier()
+        return found
+
+    fast = of_ranks(2, run)
+    python_alone()
+    slow = of_ranks(2, run)
+    for of_fast, of_slow in zip(fast, slow):
+        for (used, *a), (unused, *b) in zip(of_fast, of_slow):
+            assert used and not unused
+            assert tuple(a[3])[2:] == tuple(b[3])[2:]
+            torch.testing.assert_close(a[4], b[4], rtol=0, atol=0)
+            torch.testing.assert_close(a[2], b[2], rtol=0, atol=0)
+            torch.testing.assert_close(a[3][1], b[3][1], rtol=0, atol=0)
+            for x, y in ((a[0], b[0]), (a[1], b[1]), (a[3][0], b[3][0])):
+                assert (x is None) == (y is None)
+                if x is None:
+                    continue
+                assert (x.shape, x.dtype, x.stride(), x.storage_offset()) == (y.shape, y.dtype, y.stride(), y.storage_offset())
+                for expert, rows in enumerate(a[2].tolist()):
+                    torch.testing.assert_close(x[expert, :rows].float(), y[expert, :rows].float(), rtol=0, atol=0)

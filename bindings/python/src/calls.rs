@@ -384,9 +384,10 @@ impl Output {
         rows: Array,
         counts: Array,
         scales: Option<Array>,
+        column_major: bool,
         others: Vec<(&'static str, Array)>,
     ) -> Output {
-        Output { layout, rows, counts, scales, column_major: false, zero_padding: false, others }
+        Output { layout, rows, counts, scales, column_major, zero_padding: false, others }
     }
 
     /// As the API takes it, for a call whose tokens have so many words of a payload.

@@ -120,7 +120,7 @@ class AllToAll:
         self._formats = (self._format, *room_for)
         # What functions that torch compiles ask of formats, which they cannot look into.
         self.facts = tuple((format.weights, format.scales is not None) for format in self._formats)
-        self._plans: Dict[Tuple[int, str, int, Optional[int]], _native.Plan] = {}
+        self._plans: Dict[Any, _native.Plan] = {}
         self._number = next(_NUMBERS)
         CONTEXTS[self._number] = self
 
@@ -213,19 +213,30 @@ class AllToAll:
     def plan(self, format: int, layout: str, align: int, capacity: Optional[int]) -> int:
         """The number of dispatches with such outputs, for the operator in C. `format`: a number of `formats`.
         `capacity`: as of `output`."""
-        key = (format, layout, align, capacity)
-        plan = self._plans.get(key)
-        if plan is None:
+
+        def make() -> _native.Plan:
             must_lie(layout, align)
             stated = self._formats[format]
             room = self.capacity(layout, align, stated) if capacity is None else capacity
             _must_be_number("capacity", room)
             outputs = [(name, *made) for name, made in self.shapes(layout, room, stated).items()]
-            plan = _native.Plan(self._context, self._number, stated, layout, align, outputs)
+            return _native.Plan(self._context, self._number, stated, layout, align, outputs)
+
+        return self.planned((format, layout, align, capacity), make)
+
+    def planned(self, key: Any, make: Callable[[], _native.Plan]) -> int:
+        """The number of the plan of this key, which is made if it is not there."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make()
             if len(self._plans) == _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
         return plan.number
+
+    def prepare(self, format: Format, layout: str, outputs: Any, **more: Any) -> _native.Plan:
+        """A plan with outputs of the caller's own shapes, as `_native.Plan` takes them."""
+        return _native.Plan(self._context, self._number, format, layout, 1, outputs, **more)
 
     @staticmethod
     def rows_of_counts(experts: List[int], sources: List[int], *, layout: str = "contiguous", align: int = 1) -> int:

@@ -195,6 +195,9 @@ class Plan:
         layout: str,
         align: int,
         outputs: Sequence[Tuple[str, Sequence[int], str]],
+        *,
+        column_major: bool = False,
+        views: Optional[Sequence[Tuple[str, Sequence[int], Sequence[int], int]]] = None,
     ) -> Plan: ...
     @property
     def number(self) -> int: ...

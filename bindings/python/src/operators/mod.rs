@@ -135,6 +135,14 @@ struct Made {
     element: Element,
 }
 
+/// A view of an output, which is returned in its place.
+struct Seen {
+    name: &'static str,
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+    offset: i64,
+}
+
 /// What stays the same from one dispatch to the next.
 struct Prepared {
     core: Arc<Core>,
@@ -145,6 +153,9 @@ struct Prepared {
     layout_name: &'static str,
     place: Place,
     made: Vec<Made>,
+    /// Of scales.
+    column_major: bool,
+    seen: Vec<Seen>,
 }
 
 /// Dispatches of a context with outputs of the same layout and size, for `torch.ops.tokenyard._dispatch`.
@@ -161,20 +172,29 @@ fn prepared(number: i64) -> Option<Arc<Prepared>> {
 }
 
 /// Names and dtypes of outputs.
-const NAMES: [&str; 6] = ["rows", "counts", "scales", "offsets", "token_experts", "token_weights"];
-const DTYPES: [(&str, Element); 5] = [
+const NAMES: [&str; 8] =
+    ["rows", "counts", "scales", "offsets", "token_experts", "token_weights", "source", "source_ranges"];
+const DTYPES: [(&str, Element); 6] = [
     ("bf16", Element::Bf16),
     ("fp16", Element::Fp16),
     ("fp32", Element::Fp32),
     ("fp8", Element::Fp8E4m3),
     ("i32", Element::I32),
+    ("i64", Element::I64),
 ];
+
+/// A view in Python: the output's name, sizes, strides and offset, in elements.
+type View = (String, Vec<i64>, Vec<i64>, i64);
 
 #[pymethods]
 impl Plan {
     /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the operator
-    /// returns them after the handle.
+    /// returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in their place:
+    /// name, sizes, strides and offset, in elements.
     #[new]
+    #[pyo3(signature = (context, number, format, layout, align, outputs, *, column_major=false, views=None))]
+    // The parameters are Python's.
+    #[allow(clippy::too_many_arguments)]
     fn new(
         context: &Context,
         number: i64,
@@ -182,6 +202,8 @@ impl Plan {
         layout: &str,
         align: usize,
         outputs: Vec<(String, Vec<usize>, String)>,
+        column_major: bool,
+        views: Option<Vec<View>>,
     ) -> PyResult<Plan> {
         let known = |known: &[&'static str], name: &str| known.iter().copied().find(|known| *known == name);
         let of_output = |(name, shape, dtype): (String, Vec<usize>, String)| -> PyResult<Made> {
@@ -213,7 +235,15 @@ impl Plan {
         let core = context.core();
         let place = core.ordinal().map_or(Place::Cpu, Place::Cuda);
         let format = format.clone();
-        let prepared = Arc::new(Prepared { core, context: number, format, layout, layout_name, place, made });
+        let of_view = |(name, sizes, strides, offset): View| -> PyResult<Seen> {
+            let output = made.iter().find(|made| made.name == name);
+            let output = output.ok_or_else(|| PyValueError::new_err(format!("no output is called {name}")))?;
+            must_be_inside(output, &sizes, &strides, offset)?;
+            Ok(Seen { name: output.name, sizes, strides, offset })
+        };
+        let seen = views.unwrap_or_default().into_iter().map(of_view).collect::<PyResult<_>>()?;
+        let prepared = Prepared { core, context: number, format, layout, layout_name, place, made, column_major, seen };
+        let prepared = Arc::new(prepared);
         static NUMBERS: AtomicI64 = AtomicI64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let mut plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -234,6 +264,20 @@ impl Drop for Plan {
             plans.remove(&self.number);
         }
     }
+}
+
+/// Refuses a view that is not inside its output.
+fn must_be_inside(output: &Made, sizes: &[i64], strides: &[i64], offset: i64) -> PyResult<()> {
+    let elements = output.sizes.iter().try_fold(1i64, |all, length| all.checked_mul(*length));
+    let last = sizes.iter().zip(strides).try_fold(offset, |last, (length, stride)| {
+        if *length < 0 || *stride < 0 { None } else { last.checked_add((length - 1).max(0).checked_mul(*stride)?) }
+    });
+    let empty = sizes.contains(&0);
+    let inside = last.zip(elements).is_some_and(|(last, elements)| empty || last < elements);
+    if offset >= 0 && sizes.len() == strides.len() && inside {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("a view {sizes:?} of {} is not inside {:?}", output.name, output.sizes)))
 }
 
 /// An argument that Python knows more of is none for these operators.
@@ -318,8 +362,12 @@ impl Prepared {
         }
         let (Some(rows), Some(counts)) = (rows, counts) else { return Err(Failure::NotHere) };
         let places = rows.places().to_vec();
-        let output = Output::made(self.layout, rows, counts, scales, others).given(&call, 0)?;
+        let output = Output::made(self.layout, rows, counts, scales, self.column_major, others).given(&call, 0)?;
         let slot = handles::slot(shim, &self.core).ok_or(Failure::NotHere)?;
+        for Seen { name, sizes, strides, offset } in &self.seen {
+            let Some(place) = self.made.iter().position(|made| made.name == *name) else { continue };
+            made[place] = made[place].view(sizes, strides, *offset).ok_or(Failure::NotHere)?;
+        }
         let inner = ep.dispatch(stream, &tokens, &output)?;
         let parts = Parts { inner, tokens: room, format: self.format.clone(), places };
         made.insert(0, slot.filled(self.core.clone(), self.context, self.layout_name, parts));

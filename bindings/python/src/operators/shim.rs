@@ -64,6 +64,7 @@ functions! {
     aoti_torch_new_tensor_handle: fn(Raw, *mut Raw) -> Status;
     aoti_torch_delete_tensor_object: fn(Raw) -> Status;
     aoti_torch_empty_strided: fn(i64, *const i64, *const i64, i32, i32, i32, *mut Raw) -> Status;
+    aoti_torch__reinterpret_tensor: fn(Raw, i64, *const i64, *const i64, i64, *mut Raw) -> Status;
     torch_from_blob: fn(
         *mut c_void, i64, *const i64, *const i64, i64, i32, i32, i32, *mut Raw, i32, *const u8, i64, Deleter,
         *mut c_void
@@ -288,6 +289,18 @@ impl Tensor {
         let mut raw = null_mut();
         // SAFETY: the tensor lives, and the result has room.
         let status = unsafe { (self.shim.functions.aoti_torch_new_tensor_handle)(self.raw, &mut raw) };
+        (status == 0).then_some(Tensor { shim: self.shim, raw })
+    }
+
+    /// A view of its memory; `strides` and `offset` in elements, the latter of this tensor's first one. None: torch
+    /// refuses it.
+    pub fn view(&self, sizes: &[i64], strides: &[i64], offset: i64) -> Option<Tensor> {
+        let mut raw = null_mut();
+        // SAFETY: the tensor lives, and sizes and strides have an entry for each dimension.
+        let status = unsafe {
+            let (dimensions, sizes, strides) = (sizes.len() as i64, sizes.as_ptr(), strides.as_ptr());
+            (self.shim.functions.aoti_torch__reinterpret_tensor)(self.raw, dimensions, sizes, strides, offset, &mut raw)
+        };
         (status == 0).then_some(Tensor { shim: self.shim, raw })
     }
 

@@ -7,11 +7,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
-from .. import _growth
+from .. import _eager, _growth
 from .._calls import AllToAll
 from .._native import Error, Format, Output, World
 from .._tensors import device_of, name_of
-from . import _checks, _config
+from . import _checks, _config, _planned
 from ._config import Config
 from ._contexts import Kept, LowLatency, Normal, Offered, Wanted
 from ._shared import Event, Rows, Streams, must_divide, world_of
@@ -45,7 +45,20 @@ class LowLatencyHandle(Tuple[Any, ...]):
     `[local experts, ranks]`, where the rows of each rank begin, times 2^32, plus how many they are; then
     num_max_dispatch_tokens_per_rank, hidden and num_experts."""
 
-    kept: Kept
+    planned: Optional[_planned.Dispatched] = None
+    """What the operator in C made, if it did."""
+    _kept: Optional[Kept] = None
+
+    @property
+    def kept(self) -> Optional[Kept]:
+        """What calls need; None before the hook has received the dispatch."""
+        if self._kept is None and self.planned is not None:
+            self._kept = self.planned.kept()
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept) -> None:
+        self._kept = kept
 
 
 class Buffer:
@@ -315,6 +328,21 @@ class Buffer:
         )
         _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
         _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
+        plain = not async_finish and not return_recv_hook and (use_ue8m0 or not round_scale or not use_fp8)
+        plain &= cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None
+        if plain and self._streams.unused(x.device) and _eager.plain(x, topk_idx):
+            scales = None if not use_fp8 else "ue8m0" if round_scale else "fp32"
+            format = _low_latency_format(x.shape[1], num_max_dispatch_tokens_per_rank, scales)
+            if self._dispatched is not None:
+                self._dispatched.before_next()
+            planned, raised = _planned.dispatch(ep, x, topk_idx, format, ranks)
+            whole = None if planned is None else planned.results(LowLatencyHandle, num_experts)
+            if raised is not None:
+                if whole is not None:
+                    setattr(raised, "dispatched", whole)
+                _eager.raise_it(raised)
+            if whole is not None:
+                return whole
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         if self._dispatched is not None:
@@ -387,6 +415,15 @@ class Buffer:
         if topk_idx.shape[0] != kept.tokens:
             raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens: give the {kept.tokens} of the dispatch")
         _checks.stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, x, self.group_size, 8)
+        plain = not async_finish and not return_recv_hook and combine_wait_recv_cost_stats is None and out is None
+        planned: Optional[_planned.Dispatched] = getattr(handle, "planned", None)
+        if plain and planned is not None and self._streams.unused(x.device) and _eager.plain(x, topk_weights):
+            self._open()
+            if self._combined is not None:
+                self._combined.before_next()
+            sums = _eager.combine(x, planned.handle, _weights(kept, topk_weights), kept.tokens)
+            if sums is not None:
+                return sums, EventOverlap(), None
         if out is not None:
             _checks.sums_out(out, x, (kept.tokens, kept.format.hidden))
         else:
