@@ -2,10 +2,12 @@
 
     python3 benches/python_cost.py [--ranks 1,2] [--calls 2000] [--tokens 128] [--replays 300] [--json FILE] [--device cpu]
 
-A rank is a thread; all share one GPU. The host's time is that around a call, the device's work excluded: every few calls
-the host waits for the device outside of the clock, so that no call waits for room in the launch queue. Beside it, a call of
-torch that launches one small kernel, and one that allocates. The graph holds a dispatch and a combine; beside its replay
-stands what the program measures of the same shape (`bench --mode graph`), whose dispatch and combine are timed apart.
+A rank is a thread; all share one GPU. The host's time is that around a call, the device's work excluded: calls of a kind go
+sixteen times in a row, one kind after the other, and between them the host waits for the device outside of the clock, so
+that no call waits for room in the launch queue. Beside them: a launch of torch's smallest kernel, operators in C and in
+Python that do nothing, a call of torch that launches one small kernel, and one that allocates. The graph holds a dispatch
+and a combine; beside its replay stands what the program measures of the same shape (`bench --mode graph`), whose dispatch
+and combine are timed apart.
 DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. The operators' rows are of the same
 context; `deep_ep`'s are of low-latency calls, bf16 rows quantised on their way, with and without a hook.
 """
@@ -28,7 +30,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch  # noqa: E402
 
 import tokenyard  # noqa: E402
-from tokenyard import deep_ep, ops  # noqa: E402
+from tokenyard import _eager, deep_ep, ops  # noqa: E402
 from tokenyard.bench import in_threads  # noqa: E402
 
 SHAPE = dict(hidden=7168, experts=256, top_k=8)
@@ -93,52 +95,61 @@ class Rank:
         self.ep.check()
 
     def calls(self):
-        """Each call that is timed, by name; it has what the one before it returned, and returns what the next one needs."""
+        """Groups of calls that are timed, by name. Each call has what the one before it returned, and returns what the next
+        one of its group needs."""
         deep_ep.Buffer.low_latency_sms = self.sms
         buffer = deep_ep.Buffer(self.world, low_latency_mode=True)
         shape = (self.args.tokens, SHAPE["experts"])
         empty = torch.ops.tokenyard_cost.empty
+        launch = (lambda _: torch.cuda._sleep(0)) if self.on_gpu else (lambda _: None)
+        x, ids, weights, scales = self.x, self.ids, self.weights, self.scales
+        room = self.ep.plan(0, "contiguous", 1, None)
+        dispatch_in_c = _eager._DISPATCH or (lambda *arguments: None)
+        combine_in_c = _eager._COMBINE or (lambda *arguments: None)
 
         def combine_ll(found, **options):
-            return buffer.low_latency_combine(self.ll_rows, self.ids64, self.weights, found[2], **options)[2]
+            return buffer.low_latency_combine(self.ll_rows, self.ids64, weights, found[2], **options)[2]
 
-        return {
-            "dispatch": lambda _: self.dispatch(),
-            "dispatch_into": lambda _: self.dispatch_into(),
-            "combine": self.combine,
-            "ops.dispatch": lambda _: ops.dispatch(self.ep, self.x, self.ids, self.weights, scales=self.scales),
-            "ops.combine": lambda got: ops.combine(self.rows, got),
-            "ops.dispatch_into": lambda _: ops.dispatch_into(
-                self.ep, self.got.rows, self.got.counts, self.x, self.ids, self.weights, scales=self.scales,
-                row_scales=self.got.scales, offsets=self.got.offsets),
-            "deep_ep LL dispatch": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape),
-            "deep_ep LL combine": lambda found: combine_ll((None, None, found[2])),
-            "deep_ep LL dispatch, hook": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape, return_recv_hook=True),
-            "its hook": lambda found: (found[4](), found)[1],
-            "deep_ep LL combine, hook": lambda found: combine_ll((None, None, found[2]), return_recv_hook=True),
-            "combine's hook": lambda hook: hook(),
-            "torch add_": lambda _: self.small.add_(1.0),
-            "torch empty": lambda _: torch.empty((1,), device=self.args.device),
-            "an empty operator": lambda _: empty(self.small),
-        }
+        return [
+            {"dispatch_into": lambda _: self.dispatch_into(), "combine": self.combine},
+            {"dispatch": lambda _: self.dispatch()},
+            {"ops.dispatch": lambda _: ops.dispatch(self.ep, x, ids, weights, scales=scales),
+             "ops.combine": lambda got: ops.combine(self.rows, got)},
+            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3),
+             "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
+            {"ops.dispatch_into": lambda _: ops.dispatch_into(
+                self.ep, self.got.rows, self.got.counts, x, ids, weights, scales=scales, row_scales=self.got.scales,
+                offsets=self.got.offsets)},
+            {"deep_ep LL dispatch": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape),
+             "deep_ep LL combine": combine_ll},
+            {"deep_ep LL dispatch, hook": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape, return_recv_hook=True),
+             "its hook": lambda found: (found[4](), found)[1],
+             "deep_ep LL combine, hook": lambda found: combine_ll(found, return_recv_hook=True),
+             "combine's hook": lambda hook: hook()},
+            {"an empty launch": launch},
+            {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
+            {"an empty operator": lambda _: empty(self.small)},
+            {"torch add_": lambda _: self.small.add_(1.0)},
+            {"torch empty": lambda _: torch.empty((1,), device=self.args.device)},
+        ]
 
     def host_times(self):
         """Microseconds of each call, by name."""
-        calls = self.calls()
-        times = {name: [] for name in calls}
+        groups = self.calls()
+        times = {name: [] for calls in groups for name in calls}
         clock = time.perf_counter_ns
-        for call in range(self.args.calls + 50):
-            if call % BURST == 0:
+        for block in range(self.args.calls // BURST + 3):
+            for calls in groups:
                 self.wait()
                 self.world.barrier()
-            found = None
-            for name, work in calls.items():
-                begin = clock()
-                next_one = work(found)
-                end = clock()
-                found = next_one
-                if call >= 50:
-                    times[name].append(end - begin)
+                for _ in range(BURST):
+                    found = None
+                    for name, work in calls.items():
+                        begin = clock()
+                        found = work(found)
+                        end = clock()
+                        if block >= 3:
+                            times[name].append(end - begin)
         self.wait()
         return {name: quantiles(values) for name, values in times.items()}
 
