@@ -330,7 +330,7 @@ class Buffer:
         _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
         plain = not async_finish and not return_recv_hook and (use_ue8m0 or not round_scale or not use_fp8)
         plain &= cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None
-        if plain and self._streams.unused(x.device) and _eager.plain(x, topk_idx):
+        if plain and _eager.plain(x, topk_idx):
             scales = None if not use_fp8 else "ue8m0" if round_scale else "fp32"
             format = _low_latency_format(x.shape[1], num_max_dispatch_tokens_per_rank, scales)
             if self._dispatched is not None:
@@ -417,7 +417,7 @@ class Buffer:
         _checks.stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, x, self.group_size, 8)
         plain = not async_finish and not return_recv_hook and combine_wait_recv_cost_stats is None and out is None
         planned: Optional[_planned.Dispatched] = getattr(handle, "planned", None)
-        if plain and planned is not None and self._streams.unused(x.device) and _eager.plain(x, topk_weights):
+        if plain and planned is not None and _eager.plain(x, topk_weights):
             self._open()
             if self._combined is not None:
                 self._combined.before_next()

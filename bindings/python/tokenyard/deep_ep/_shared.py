@@ -28,22 +28,17 @@ class Streams:
             self._made[device] = make(device, priority=-1)
         return self._made[device]
 
-    def unused(self, device: torch.device) -> bool:
-        """Whether calls that finish at once may go on the current stream: no earlier one may be on another."""
-        return device not in self._made
-
     def run(
         self, inputs: List[torch.Tensor], previous: Event, async_finish: bool, work: Callable[[], Any]
     ) -> Tuple[Any, EventOverlap]:
-        """Runs work on the communication stream, after `previous` or what the current stream has. Unless it may finish
-        later, the current stream waits for it, or has it itself. `inputs`: the tensors that work reads; those that it returns are
+        """Runs work on the current stream, after `previous`; or what may finish later on the communication stream, after
+        `previous` or what the current stream has. `inputs`: the tensors that work reads; those that it returns are
         noticed."""
         device = inputs[0].device
         if device.type != "cuda":
             return work(), EventOverlap()
-        if not async_finish and self.unused(device):
-            # The current stream would wait for the call at once. From the first call that finishes later on, all go on
-            # the communication stream, whose order is that of the calls.
+        if not async_finish:
+            # The current stream would wait for the call at once. Contexts keep their calls in order on whichever streams.
             if previous is not None:
                 previous.current_stream_wait()
             return work(), EventOverlap()
@@ -65,10 +60,6 @@ class Streams:
             # Memory of the communication stream, which the current one uses.
             for tensor in _tensors(made):
                 tensor.record_stream(current)
-        if not async_finish:
-            # Memory of the inputs goes to work of the current stream, which is after the call then.
-            current.wait_stream(comm)
-            return made, EventOverlap()
         if not capturing:
             for tensor in inputs:
                 tensor.record_stream(comm)
