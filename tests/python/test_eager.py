@@ -332,8 +332,9 @@ def test_low_latency_calls_of_deep_ep_are_those_of_python(options, python_alone)
     python_alone()
     slow = of_ranks(2, run)
     for of_fast, of_slow in zip(fast, slow):
-        for (used, *a), (unused, *b) in zip(of_fast, of_slow):
-            assert used and not unused
+        for call, ((used, *a), (unused, *b)) in enumerate(zip(of_fast, of_slow)):
+            # The first one makes the context.
+            assert used == (call > 0) and not unused
             assert tuple(a[3])[2:] == tuple(b[3])[2:]
             torch.testing.assert_close(a[4], b[4], rtol=0, atol=0)
             torch.testing.assert_close(a[2], b[2], rtol=0, atol=0)

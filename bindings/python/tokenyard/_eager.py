@@ -13,7 +13,6 @@ import torch
 import torch.autograd.forward_ad
 
 from . import _native
-from ._calls import AllToAll
 
 DEFINED: bool = _native.define_operators()
 """Whether there are such operators."""
@@ -51,14 +50,13 @@ def _taken(made: List[torch.Tensor], on_gpu: bool) -> Optional[BaseException]:
 
 
 def dispatch(
-    ep: AllToAll,
     plan: int,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: Optional[torch.Tensor],
     scales: Optional[torch.Tensor],
 ) -> Tuple[List[torch.Tensor], Optional[BaseException]]:
-    """The handle, and the outputs of a plan of `ep`, or nothing: then the call is none for this operator. And what it
+    """The handle, and the outputs of a plan, or nothing: then the call is none for this operator. And what it
     raised; with outputs, the call took place."""
     given = (_WEIGHTS if topk_weights is not None else 0) | (_SCALES if scales is not None else 0)
     made: List[torch.Tensor] = _DISPATCH(

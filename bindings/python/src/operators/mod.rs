@@ -302,8 +302,11 @@ fn on_device(
         });
         return done.unwrap_or(Err(Failure::NotHere));
     };
-    // Closed, or of another process: Python says so.
-    let ep = core.ep.open().ok_or(Failure::NotHere)?;
+    let Some(ep) = core.ep.open() else {
+        // Closed, or of another process.
+        let refused = Python::try_attach(|py| core.ep.get(py).err()).flatten();
+        return Err(refused.map_or(Failure::NotHere, Failure::Raised));
+    };
     let stream = shim.current_stream(ordinal).ok_or(Failure::NotHere)?;
     // SAFETY: torch's streams live as long as the process.
     let stream = unsafe { ep.device.stream_from_raw(stream) }?;

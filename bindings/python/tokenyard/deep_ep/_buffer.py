@@ -306,6 +306,12 @@ class Buffer:
         With `return_recv_hook` rows are there after `hook()`, and counts, too. An error of a dispatch that took place,
         such as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are
         added to: rows of each local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
+        special = use_nvfp4 or async_finish or return_recv_hook or use_ue8m0 != round_scale or use_ue8m0 > use_fp8
+        if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
+            tokens = num_max_dispatch_tokens_per_rank
+            planned = self._planned_dispatch(x, topk_idx, tokens, num_experts, use_fp8, use_ue8m0)
+            if planned is not None:
+                return planned
         if use_nvfp4 or x_global_scale is not None:
             raise NotImplementedError("use_nvfp4 and x_global_scale: there are no nvfp4 rows; use fp8 or bf16 rows")
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -328,21 +334,6 @@ class Buffer:
         )
         _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
         _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
-        plain = not async_finish and not return_recv_hook and (use_ue8m0 or not round_scale or not use_fp8)
-        plain &= cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None
-        if plain and _eager.plain(x, topk_idx):
-            scales = None if not use_fp8 else "ue8m0" if round_scale else "fp32"
-            format = _low_latency_format(x.shape[1], num_max_dispatch_tokens_per_rank, scales)
-            if self._dispatched is not None:
-                self._dispatched.before_next()
-            planned, raised = _planned.dispatch(ep, x, topk_idx, format, ranks)
-            whole = None if planned is None else planned.results(LowLatencyHandle, num_experts)
-            if raised is not None:
-                if whole is not None:
-                    setattr(raised, "dispatched", whole)
-                _eager.raise_it(raised)
-            if whole is not None:
-                return whole
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         if self._dispatched is not None:
@@ -401,6 +392,11 @@ class Buffer:
     ) -> Tuple[torch.Tensor, EventOverlap, Hook]:
         """The weighted sums `[tokens, hidden]` of the experts' outputs `[local experts, rows, hidden]`, in `out` if it is
         given, event and hook. With `zero_copy` as without."""
+        special = use_logfmt or async_finish or return_recv_hook or overlap
+        if not special and out is combine_wait_recv_cost_stats is src_signals is comp_signal is None:
+            planned = self._planned_combine(x, topk_idx, topk_weights, handle)
+            if planned is not None:
+                return planned
         if use_logfmt:
             raise NotImplementedError("use_logfmt: partial rows are bf16; leave it out")
         if overlap or src_signals is not None or comp_signal is not None:
@@ -415,15 +411,6 @@ class Buffer:
         if topk_idx.shape[0] != kept.tokens:
             raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens: give the {kept.tokens} of the dispatch")
         _checks.stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, x, self.group_size, 8)
-        plain = not async_finish and not return_recv_hook and combine_wait_recv_cost_stats is None and out is None
-        planned: Optional[_planned.Dispatched] = getattr(handle, "planned", None)
-        if plain and planned is not None and _eager.plain(x, topk_weights):
-            self._open()
-            if self._combined is not None:
-                self._combined.before_next()
-            sums = _eager.combine(x, planned.handle, _weights(kept, topk_weights), kept.tokens)
-            if sums is not None:
-                return sums, EventOverlap(), None
         if out is not None:
             _checks.sums_out(out, x, (kept.tokens, kept.format.hidden))
         else:
@@ -442,6 +429,51 @@ class Buffer:
 
         _none, event = self._on_comm([x, weights, out], None, async_finish, work)
         return out, event, None
+
+    def _planned_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, tokens: int, experts: int, fp8: bool, ue8m0: bool
+    ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
+        """A low-latency dispatch by the operator in C; None where the call is to be looked at, or is none for it."""
+        if self._world is None or not _eager.plain(x, topk_idx) or not _planned.usual(x, topk_idx, tokens):
+            return None
+        ep = self._low_latency.there(x, tokens, experts, topk_idx.shape[1])
+        if ep is None:
+            return None
+        scales = None if not fp8 else "ue8m0" if ue8m0 else "fp32"
+        shape = self._low_latency.shapes.get(scales)
+        if shape is None:
+            shape = _planned.Shape(ep, _low_latency_format(x.shape[1], tokens, scales), self.group_size)
+            self._low_latency.shapes[scales] = shape
+        if self._dispatched is not None:
+            self._dispatched.before_next()
+        made, raised = _eager.dispatch(shape.number, x, topk_idx, None, None)
+        if not made and raised is None:
+            return None
+        results = None
+        if made:
+            handle = LowLatencyHandle((made[3], made[4], tokens, x.shape[1], experts))
+            handle.planned = _planned.Dispatched(shape, x.shape[0], made)
+            rows: Rows = made[1] if scales is None else (made[1], made[5])
+            results = rows, made[2], handle, EventOverlap(), None
+        if raised is not None:
+            if results is not None:
+                setattr(raised, "dispatched", results)
+            _eager.raise_it(raised)
+        return results
+
+    def _planned_combine(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any
+    ) -> Optional[Tuple[torch.Tensor, EventOverlap, Hook]]:
+        """A low-latency combine likewise."""
+        planned: Optional[_planned.Dispatched] = getattr(handle, "planned", None)
+        if planned is None or self._world is None or not _eager.plain(x, topk_idx, topk_weights):
+            return None
+        if not planned.takes(topk_idx, topk_weights):
+            return None
+        if self._combined is not None:
+            self._combined.before_next()
+        sums = _eager.combine(x, planned.made[0], topk_weights, planned.tokens)
+        return None if sums is None else (sums, EventOverlap(), None)
 
     def get_next_low_latency_combine_buffer(self, handle: Tuple[Any, ...]) -> torch.Tensor:
         """A tensor `[local experts, rows, hidden]` for the experts' outputs."""

@@ -5,7 +5,7 @@ DeepEP's normal mode knows no most number of tokens, and a context does: `_growt
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -159,6 +159,16 @@ class LowLatency:
     def __init__(self, world: World, timeout: float, shrinks: bool) -> None:
         self._world, self._timeout, self._shrinks = world, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
+        self.shapes: Dict[Optional[str], Any] = {}
+        """Of dispatches of the context that is there, by the kind of their scales."""
+
+    def there(self, x: torch.Tensor, tokens: int, experts: int, choices: int) -> Optional[AllToAll]:
+        """The one that is there, if calls like this one are for it."""
+        if self._made is None:
+            return None
+        key, ep = self._made
+        fits = key[0] == tokens and key[1] == x.shape[1] and key[2] == experts and key[4] >= choices
+        return ep if fits and key[3] == x.device else None
 
     def get(self, x: torch.Tensor, tokens: int, experts: int, choices: int, sms: Optional[int]) -> AllToAll:
         """One for calls like this one."""
@@ -166,7 +176,7 @@ class LowLatency:
         if self._made is not None and self._made[0][:4] == key[:4] and self._made[0][4] >= choices:
             return self._made[1]
         refuse_capture(x)
-        self._made = None
+        self.clean()
         ep = AllToAll(
             self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
             device=device_of(x), weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
@@ -182,6 +192,7 @@ class LowLatency:
     def clean(self) -> None:
         """The next call, of all ranks, makes a new one, whose mask is empty."""
         self._made = None
+        self.shapes.clear()
 
 
 class Kept(NamedTuple):

@@ -2,55 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
-from .. import _eager, _native
+from .. import _native
 from .._calls import AllToAll
 from .._native import Format
 from ._contexts import Kept
-from .utils import EventOverlap
 
 
-class Dispatched(NamedTuple):
-    """What the operator made of a call."""
+_NUMBERS = (torch.int32, torch.int64)
 
-    ep: AllToAll
-    format: Format
-    tokens: int
-    """Of this rank."""
-    capacity: int
-    """Rows of each expert."""
-    made: List[torch.Tensor]
 
-    @property
-    def handle(self) -> torch.Tensor:
-        """What combine's operator takes."""
-        return self.made[0]
+def usual(x: Optional[torch.Tensor], topk_idx: Optional[torch.Tensor], tokens: int) -> bool:
+    """Whether tensors are of the kind that a dispatch takes; others are looked at one by one, to say what is wrong."""
+    if x is None or topk_idx is None:
+        return False
+    shape, ids = x.shape, topk_idx.shape
+    kinds = x.dtype == torch.bfloat16 and topk_idx.dtype in _NUMBERS and isinstance(tokens, int)
+    return kinds and len(shape) == 2 and len(ids) == 2 and shape[0] == ids[0] and shape[0] <= tokens
+
+
+class Shape:
+    """What dispatches of a context and a format have in common."""
+
+    __slots__ = ("ep", "format", "ranks", "plan", "number")
+
+    def __init__(self, ep: AllToAll, format: Format, ranks: int) -> None:
+        self.ep, self.format, self.ranks = ep, format, ranks
+        self.plan = _plan(ep, format, ranks)
+        self.number = self.plan.number
+
+
+class Dispatched:
+    """What the operator made of a call: handle, rows, counts, the view of sources, their ranges and, if there are any,
+    the view of scales."""
+
+    __slots__ = ("shape", "tokens", "made")
+
+    def __init__(self, shape: Shape, tokens: int, made: List[torch.Tensor]) -> None:
+        self.shape, self.tokens, self.made = shape, tokens, made
 
     def kept(self) -> Kept:
         """What calls in Python need."""
-        handle = self.made[0]
+        handle, shape = self.made[0], self.shape
         found = _native.operator_handle(handle.data_ptr() if handle.is_cuda else int(handle))
         assert found is not None  # as long as the tensor lives
-        return Kept(self.ep, found[1], self.tokens, self.capacity, self.format)
+        return Kept(shape.ep, found[1], self.tokens, shape.ranks * shape.format.max_tokens, shape.format)
 
-    def results(self, handle: Any, experts: int) -> Tuple[Any, torch.Tensor, Any, EventOverlap, None]:
-        """What a low-latency dispatch returns."""
-        rows: Any = self.made[1] if self.format.scales is None else (self.made[1], self.made[5])
-        members = handle((self.made[3], self.made[4], self.format.max_tokens, self.format.hidden, experts))
-        members.planned = self
-        return rows, self.made[2], members, EventOverlap(), None
-
-
-def dispatch(
-    ep: AllToAll, x: torch.Tensor, topk_idx: torch.Tensor, format: Format, ranks: int
-) -> Tuple[Optional[Dispatched], Optional[BaseException]]:
-    """The call, or None if it is none for the operator. And what it raised; with results, the call took place."""
-    plan = ep.planned(("low latency", format), lambda: _plan(ep, format, ranks))
-    made, raised = _eager.dispatch(ep, plan, x, topk_idx, None, None)
-    return Dispatched(ep, format, x.shape[0], ranks * format.max_tokens, made) if made else None, raised
+    def takes(self, topk_idx: Optional[torch.Tensor], topk_weights: Optional[torch.Tensor]) -> bool:
+        """Whether a combine's choices are of the usual kind, as many as the context's."""
+        if topk_idx is None or topk_weights is None:
+            return False
+        shape = topk_weights.shape
+        same = len(shape) == 2 and shape == topk_idx.shape and shape[0] == self.tokens and topk_idx.dtype in _NUMBERS
+        whole = same and topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
+        return whole and shape[1] == self.shape.ep.top_k
 
 
 def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
