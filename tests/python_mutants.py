@@ -33,6 +33,9 @@ ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
 )
 BENCH = f"{PACKAGE}/bench.py"
+EAGER, PLANNED, IN_C, HANDLES = (
+    f"{PACKAGE}/_eager.py", f"{PACKAGE}/deep_ep/_planned.py", f"{NATIVE}/operators/mod.rs", f"{NATIVE}/operators/handles.rs"
+)
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 PERMUTED = "test_hybrid.py"
@@ -68,8 +71,8 @@ MUTANTS = [
      "make, size = torch.ones,", VERSION_2),
     ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
      "_sys.modules[name] = deep_ep", DEEP_EP),
-    ("a second low-latency call sent before the first is received", BUFFER, "            self._dispatched.before_next()\n",
-     "            pass\n", DEEP_EP),
+    ("a second low-latency call sent before the first is received", BUFFER, "            self._dispatched.before_next()\n        handle = LowL",
+     "            pass\n        handle = LowL", DEEP_EP),
     ("micro-batches in one context", SGLANG, "key = (self._group, self._index, ", "key = (self._group, ", "test_sglang.py"),
     ("weights of other ranks' experts", SGLANG, "got.token_weights[:, :choices].contiguous()",
      "got.token_weights[:, :choices].roll(1, 1)", "test_sglang.py"),
@@ -88,7 +91,7 @@ MUTANTS = [
     ("handles kept for good", OPS, "            del _KEPT[key]", "            pass", OPERATORS),
     ("capacity for one choice of each token", CALLS, "min(self._top_k, experts)", "1", PLAIN),
     ("counts taken without their alignment", CALLS, "sum(-(-rows // align) * align for rows in experts)", "sum(experts)", PLAIN),
-    ("strides of scales exchanged", ARGUMENTS, "call.view(&scales)?, token_bytes, word_bytes", "call.view(&scales)?, word_bytes, token_bytes",
+    ("strides of scales exchanged", ARGUMENTS, "call.view(scales)?, token_bytes, word_bytes", "call.view(scales)?, word_bytes, token_bytes",
      DEEP_EP),
     ("a payload left behind", ARGUMENTS, "    Ok((to.payload(payload), tokens))\n", "    let _ = payload;\n    Ok((to, tokens))\n", OPERATORS),
     ("calls not waited for", CONTEXT, "errors::wait(py, || ep.stream.synchronize(self.patience))", "Ok::<(), PyErr>(())", PLAIN),
@@ -115,7 +118,14 @@ MUTANTS = [
     ("a NaN within the bound", BENCH, "(~(error <= bound)).sum()", "(error > bound).sum()", "test_bench.py"),
     ("scales not compared", BENCH, "(words[rows] != _bytes(self.scales[tokens])).sum()", "(words[rows] != words[rows]).sum()",
      "test_bench.py"),
-    ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
+    ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().push(capsule);", "drop(capsule);", "test_dlpack.py"),
+    ("gradients lost in eager calls", EAGER, "(with_gradients and tensor.requires_grad)", "False", "test_eager.py test_ops.py"),
+    ("rows of an output without room kept", EAGER, "        made[1].zero_()\n", "        pass\n", "test_eager.py"),
+    ("tokens of sources taken for their ranks", PLANNED, "(2 * capacity, 2), 1)", "(2 * capacity, 2), 0)", "test_eager.py"),
+    ("an operator's errors lost", IN_C, "    PENDING.set(raised);\n", "    PENDING.set(None);\n    drop(raised);\n", "test_eager.py"),
+    ("weights that a flag leaves out read", IN_C, "match plan & flag {", "match plan | flag {", "test_eager.py"),
+    ("handles that outlive their tensors", HANDLES, "|handles| handles.remove(&self.key));", "|handles| handles.get(&self.key).cloned());",
+     "test_eager.py test_ops.py"),
 ]
 
 
