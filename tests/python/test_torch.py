@@ -196,3 +196,38 @@ def test_ranks_that_are_processes(way):
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0 and out == "right\n", err
+
+
+PARTS = """
+import os, torch.distributed as dist, tokenyard
+dist.init_process_group("gloo")
+r, parts = dist.get_rank(), [[2], [0, 1]]
+groups = [dist.new_group(part) for part in parts]
+for group, part in zip(groups, parts):
+    if r in part:
+        world = tokenyard.World.from_group(group)
+        # Not the GPU of a rank of another group.
+        assert (world.rank, world.size, world.local_rank) == (part.index(r), len(part), int(os.environ.get("LOCAL_RANK", r)))
+        assert world.all_gather(b"%d" % r) == [b"%d" % other for other in part]
+    else:
+        try:
+            tokenyard.World.from_group(group)
+        except ValueError as refused:
+            assert str(refused) == f"group is one without this process, rank {r} of all: make its world in its members", refused
+        else:
+            raise AssertionError("a world without this process")
+dist.barrier()
+print("right", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_groups_of_some_processes(local):
+    common = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common.pop("LOCAL_RANK", None)
+    ranks = [subprocess.Popen([sys.executable, "-c", PARTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=common | {"RANK": str(r)} | ({"LOCAL_RANK": str(r + 4)} if local else {})) for r in range(3)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert rank.returncode == 0 and out == "right\n", err
