@@ -7,7 +7,8 @@ Contenders: tokenyard's `AllToAll` and its `deep_ep` (normal, low latency), torc
 permutation, transformers' all-to-all, and DeepEP where it is installed. What cannot run is a line of the table that says
 why. Rows are bf16. Each contender dispatches, the same experts are applied untimed, and each combines to weighted sums.
 Sums of each contender are compared element by element with a reference at fp64, and with those of the first contender.
-Odd rounds take the contenders in the opposite order. A barrier aligns the ranks before each timed part. A dispatch is
+What a contender made is overwritten with NaNs before the next one runs, which may get the same memory. Odd rounds take the
+contenders in the opposite order. A barrier aligns the ranks before each timed part. A dispatch is
 timed until its rows can be used, host waits included, by CUDA events on a GPU and the host's clock on the CPU.
 """
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tokenyard import bench
+from tokenyard import _program, bench
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -266,7 +267,22 @@ def once(job, clock, contender, given, times):
     back, sums = timed(job, clock, lambda: contender.combine(got, rows))
     times["dispatch"].append(sending)
     times["combine"].append(back)
-    return sums.cpu()
+    found = sums.cpu().double()
+    # The next contender's outputs may lie where these did: one that it does not write must not hold what these held.
+    kept = {each.untyped_storage().data_ptr() for each in (x, ids, weights, given.x, given.ids, given.weights)}
+    for made in tensors((got, rows, sums)):
+        if made.is_floating_point() and made.untyped_storage().data_ptr() not in kept:
+            made.fill_(float("nan"))
+    return found
+
+
+def tensors(made):
+    """The tensors of what a call made, in its tuples and lists."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, (tuple, list)):
+        for each in made:
+            yield from tensors(each)
 
 
 def measure(args, rank, device):
@@ -293,7 +309,7 @@ def measure(args, rank, device):
         sums = {}
         for contender in reversed(running) if mirrored else running:
             times = {"dispatch": [], "combine": []} if warm else results[contender.name]
-            sums[contender.name] = once(job, clock, contender, given, times).double()
+            sums[contender.name] = once(job, clock, contender, given, times)
         for name, found in sums.items():
             of = results[name]
             of["checked"] += 1
@@ -363,7 +379,7 @@ def rank_main(rank, args):
     dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=args.timeout))
     results = measure(args, rank, device)
     dist.barrier()
-    wrong = sum(each.get("wrong", 0) + each.get("differ", 0) for each in results)
+    wrong, unwritten = sum(each.get("wrong", 0) + each.get("differ", 0) for each in results), 0
     if rank == 0:
         name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
         found = {"version": tokenyard.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -371,13 +387,12 @@ def rank_main(rank, args):
                  **{o: getattr(args, o) for o in ("world", "tokens", "hidden", "experts", "top_k", "rounds", "iters", "warmup", "seed")},
                  "results": results}
         title = f"{args.world} ranks on {name}, {args.tokens} tokens, hidden {args.hidden}, {args.experts} experts, top {args.top_k}, bf16"
-        print("\n".join([title, "", *table(results)]), flush=True)
+        unwritten = _program.say("compare.py", "\n".join([title, "", *table(results)]))
         for path, text in ((args.json, json.dumps(found, indent=1) + "\n"), (args.plot, plot(results, title))):
             if path:
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(text)
+                unwritten |= _program.write_file("compare.py", path, text)
     dist.destroy_process_group()
-    if wrong:
+    if wrong or unwritten:
         sys.exit(1)
 
 
@@ -386,20 +401,38 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in dict(world=2, tokens=128, hidden=7168, experts=256, top_k=8, rounds=4, iters=10, warmup=2, seed=1,
                               timeout=120).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+        kind = bench.from_zero if name == "warmup" else bench.positive
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     parser.add_argument("--json")
     parser.add_argument("--plot")
     args = parser.parse_args()
     args.spawned = "RANK" not in os.environ
-    args.world = args.world if args.spawned else int(os.environ["WORLD_SIZE"])
+    if not args.spawned:
+        stated = os.environ.get("WORLD_SIZE", "")
+        if not stated.isdecimal() or int(stated) == 0:
+            parser.error(f"WORLD_SIZE is {stated!r}, and RANK is set: start with torchrun, or without its environment")
+        args.world = int(stated)
     if args.experts % args.world or args.top_k > args.experts:
         parser.error(f"--experts is {args.experts}: give a multiple of the {args.world} ranks, and at least --top-k")
+    if args.hidden % 8:
+        parser.error(f"--hidden is {args.hidden}: give a multiple of 8")
+    gpus = torch.cuda.device_count() if args.device == "cuda" else None
+    if gpus is not None and gpus <= (args.world - 1 if args.spawned else int(os.environ.get("LOCAL_RANK", "0"))):
+        parser.error(f"--device is cuda, and there are {gpus} GPUs: give each rank a GPU of its own, or --device cpu")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and (args.spawned or os.environ["RANK"] == "0") and (why := _program.no_file(path)) is not None:
+            parser.error(f"--{name} is {path!r}: {why}")
     if not args.spawned:
         return rank_main(int(os.environ["RANK"]), args)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         args.port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (args,), nprocs=args.world)
+    try:
+        torch.multiprocessing.spawn(rank_main, (args,), nprocs=args.world)
+    except torch.multiprocessing.ProcessExitedException as ended:
+        # A rank that found something wrong; the table has it.
+        sys.exit(ended.exit_code if ended.exit_code > 0 else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benches/compare.py on CPU ranks, and the backend of benches/collectivex.py against the reference."""
+"""benches/compare.py on CPU ranks, the backend of benches/collectivex.py against the reference, and benches/python_cost.py."""
 
 import argparse
 import importlib.util
@@ -29,7 +29,7 @@ def script(name):
     return module
 
 
-compare, collectivex = script("compare"), script("collectivex")
+compare, collectivex, python_cost = script("compare"), script("collectivex"), script("python_cost")
 SMALL = ["--device", "cpu", "--tokens", "6", "--hidden", "64", "--experts", "8", "--top-k", "3", "--rounds", "2", "--iters", "1"]
 RUN = ["tokenyard AllToAll", "tokenyard deep_ep, normal", "tokenyard deep_ep, low latency", "torch all_to_all_single"]
 
@@ -77,6 +77,75 @@ def test_a_wrong_contender_is_found(alone, monkeypatch):
     plain, permuted, absent = compare.measure(alone, 0, torch.device("cpu"))
     assert (plain["wrong"], plain["differ"]) == (0, 0) and permuted["wrong"] > 0 and permuted["differ"] > 0
     assert absent == {"name": "no such", "missing": "not installed: no_such_module"}
+
+
+def test_sums_that_an_earlier_contender_left_are_not_taken_for_another_ones(alone, monkeypatch):
+    out = torch.empty(6, 64, dtype=torch.bfloat16)
+
+    class First(compare.Plain):
+        def combine(self, got, rows):
+            return self.ep.combine(rows, got.handle, out)
+
+    class Idle(compare.Plain):
+        name = "writes nothing, where the first one wrote"
+
+        def combine(self, got, rows):
+            return out
+
+    monkeypatch.setattr(compare, "CONTENDERS", [First, Idle])
+    first, idle = compare.measure(alone, 0, torch.device("cpu"))
+    assert first["wrong"] == 0 and idle["wrong"] == idle["differ"] == 6 * 64
+
+
+COST = ["--device", "cpu", "--tokens", "2", "--calls", "2"]
+REFUSED = {
+    "compare": [
+        (["--world", "0"], "argument --world: '0' is no positive number"),
+        (["--world", "-2"], "argument --world: '-2' is no positive number"),
+        (["--tokens", "0"], "argument --tokens: '0' is no positive number"),
+        (["--rounds", "0"], "argument --rounds: '0' is no positive number"),
+        (["--world", "3"], "--experts is 8: give a multiple of the 3 ranks, and at least --top-k"),
+        (["--hidden", "63"], "--hidden is 63: give a multiple of 8"),
+        (["--json", "/no/such/folder/r"], "--json is '/no/such/folder/r': there is no folder /no/such/folder"),
+        (["--plot", "/"], "--plot is '/': that is a folder"),
+    ],
+    "python_cost": [
+        (["--ranks", "3"], "--ranks is '3': give numbers as in 1,2 that divide the 256 experts"),
+        (["--ranks", "1,"], "--ranks is '1,': give numbers as in 1,2"),
+        (["--calls", "0"], "argument --calls: '0' is no positive number"),
+        (["--replays", "99"], "--replays is 99: give 100 or more"),
+        (["--json", "/"], "--json is '/': that is a folder"),
+    ],
+}
+EACH = [(name, *case) for name, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize("name,options,sentence", EACH)
+def test_options_that_are_unusable(name, options, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *(SMALL if name == "compare" else COST), *options])
+    with pytest.raises(SystemExit) as ended:
+        {"compare": compare, "python_cost": python_cost}[name].main()
+    assert ended.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_compare_under_half_of_an_environment(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["compare", *SMALL])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 2 and "WORLD_SIZE is '', and RANK is set: start with torchrun" in capsys.readouterr().err
+
+
+def test_what_calls_cost(tmp_path):
+    path = tmp_path / "cost.json"
+    done = subprocess.run([sys.executable, str(BENCHES / "python_cost.py"), *COST, "--ranks", "1,2", "--json", str(path)],
+                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    for ranks, result in zip((1, 2), json.loads(path.read_text())["results"]):
+        assert result["ranks"] == ranks and result["replay"] is None
+        for name, times in result["host_us"].items():
+            assert 0 < times["p50"] <= times["p99"] and f"  host    {name} " in done.stdout
 
 
 @pytest.mark.parametrize("mode", ["normal", "low-latency"])

@@ -379,18 +379,20 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{_NAME}: {message}\n")
 
 
-def _number(text: str) -> int:
+def positive(text: str) -> int:
+    """The number of an option, 1 or more, and less than 2^63."""
     if not text.isdecimal() or not 0 < int(text) < _MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number below 2^63")
     return int(text)
 
 
-def _from_zero(text: str) -> int:
-    return 0 if text == "0" else _number(text)
+def from_zero(text: str) -> int:
+    """The number of an option, which may be 0."""
+    return 0 if text == "0" else positive(text)
 
 
 def _check(text: str) -> int:
-    return {"all": 1, "first": 0}[text] if text in ("all", "first") else _number(text)
+    return {"all": 1, "first": 0}[text] if text in ("all", "first") else positive(text)
 
 
 def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -398,19 +400,19 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = _Parser(prog="python -m tokenyard.bench", description=(__doc__ or "").splitlines()[0])
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
-    parser.add_argument("--world", type=_number, help="ranks; under torchrun those of the environment")
-    parser.add_argument("--tokens", type=_number, default=128, help="tokens of each rank")
-    parser.add_argument("--hidden", type=_number, default=7168, help="columns of a row")
-    parser.add_argument("--experts", type=_number, default=256, help="experts of all ranks")
-    parser.add_argument("--top-k", type=_number, default=8, help="experts of a token")
+    parser.add_argument("--world", type=positive, help="ranks; under torchrun those of the environment")
+    parser.add_argument("--tokens", type=positive, default=128, help="tokens of each rank")
+    parser.add_argument("--hidden", type=positive, default=7168, help="columns of a row")
+    parser.add_argument("--experts", type=positive, default=256, help="experts of all ranks")
+    parser.add_argument("--top-k", type=positive, default=8, help="experts of a token")
     parser.add_argument("--dtype", choices=["fp8", "bf16", "fp16", "fp32"], default="fp8", help="fp8 has fp32 scales")
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous")
     parser.add_argument("--mode", choices=MODES, default="fused", help="graph: captured and replayed; split: in halves")
-    parser.add_argument("--iters", type=_number, help="timed iterations [cpu 5, cuda 1000]")
-    parser.add_argument("--warmup", type=_from_zero, help="iterations before them [cpu 1, cuda 100]")
-    parser.add_argument("--seed", type=_number, default=1)
+    parser.add_argument("--iters", type=positive, help="timed iterations [cpu 5, cuda 1000]")
+    parser.add_argument("--warmup", type=from_zero, help="iterations before them [cpu 1, cuda 100]")
+    parser.add_argument("--seed", type=positive, default=1)
     parser.add_argument("--check", type=_check, help="all, first, or every Nth iteration [cpu all, cuda 16]")
-    parser.add_argument("--sms", type=_number, help="SM budget of a kernel")
+    parser.add_argument("--sms", type=positive, help="SM budget of a kernel")
     parser.add_argument("--group", choices=["env", "gloo"], default="env", help="origin of the world under torchrun")
     parser.add_argument("--json", help="where results go; - is stdout, and then nothing else is printed")
     args = parser.parse_args(argv)
