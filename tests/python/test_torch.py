@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -140,6 +141,37 @@ def test_the_pages_programs_run():
     assert ((x.grad.float() - total).abs() <= 2.0**-6 * total).all()
     row = x.detach().float().sum(1, keepdim=True)
     assert ((weights.grad - row).abs() <= 2.0**-6 * x.detach().float().abs().sum(1, keepdim=True)).all()
+
+
+def test_the_program_of_the_page_of_formats_prints_what_it_says(capsys):
+    (program,) = programs("docs/formats.md")
+    given = {}
+    exec(program, given)  # noqa: S102: the repository's own page
+    said = capsys.readouterr().out.splitlines()
+    for line, printed in zip((line for line in program.splitlines() if line.startswith("print")), said):
+        wanted = line.partition("  # ")[2]
+        assert wanted.startswith("below") or wanted.partition(": ")[0] == printed, (line, printed)
+    assert len(said) == program.count("print(")
+    # An e4m3 element is off by a sixteenth at most.
+    x, values = given["x"][0].float(), given["values"].flatten()
+    assert ((values - x).abs() <= x.abs().max() / 16).all() and (values - x).abs().max() > 0
+    assert given["got"].rows[[0, 4, 5, 6, 8]].equal(given["x"][[0, 0, 1, 2, 1]])
+
+
+def test_the_page_of_formats_has_the_shapes_that_outputs_have():
+    page = (pathlib.Path(__file__).parents[2] / "docs/formats.md").read_text(encoding="utf-8")
+    sizes = {"L": 3, "R": 2, "rows": 11, "top_k": 4, "words": 5, "1": 1, "2": 2}
+    rows = re.findall(r"^\| `(\w+)` \| (int32|int64|fp32) `\[([^]]+)\]` \|", page, re.MULTILINE)
+    shapes = {name: (dtype, eval("[" + shape + "]", {}, sizes)) for name, dtype, shape in rows}  # noqa: S307
+    types = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
+    arrays = {name: torch.zeros(shape, dtype=types[dtype]) for name, (dtype, shape) in shapes.items()}
+    assert len(arrays) == 11
+    tokenyard.Output("contiguous", torch.zeros(11, 64), **arrays)
+    for name, array in arrays.items():
+        for wrong in (array[:-1], array.to(torch.float64)):
+            if name != "wait_times" or wrong.dtype == torch.float64:
+                with pytest.raises((ValueError, TypeError)):
+                    tokenyard.Output("contiguous", torch.zeros(11, 64), **(arrays | {name: wrong}))
 
 
 def test_the_program_of_deep_eps_page_runs():
