@@ -129,13 +129,15 @@ def test_an_expert_named_twice_in_a_row_is_found(tmp_path, monkeypatch):
 
     def dispatch(self):
         handle = whole(self)
-        # Each row that has a free place names its first expert once more, with the weight that it has.
-        self.got.token_experts[:, -1] = self.got.token_experts[:, 0]
-        self.got.token_weights[:, -1] = self.got.token_weights[:, 0]
+        # Each row names one of its experts once more, with the same weight, where a choice of another rank is.
+        for experts, weights in zip(self.got.token_experts, self.got.token_weights):
+            used, free = (experts >= 0).nonzero().flatten(), (experts < 0).nonzero().flatten()
+            if len(used) and len(free):
+                experts[free[0]], weights[free[0]] = experts[used[0]].clone(), weights[used[0]].clone()
         return handle
 
     monkeypatch.setattr(bench.Rank, "_dispatch", dispatch)
-    # Two of the eight experts are a rank's, so that the last of three places is always free.
+    # Two of the eight experts are a rank's, so that one of three choices is another's.
     status, found = run(tmp_path, "--world", "4", "--experts", "8", "--layout", "token")
     assert status == 1 and found["mismatches"] > 0
 

@@ -97,6 +97,66 @@ def test_sums_that_an_earlier_contender_left_are_not_taken_for_another_ones(alon
     assert first["wrong"] == 0 and idle["wrong"] == idle["differ"] == 6 * 64
 
 
+class Replayed:
+    """In place of CUDA graphs: calls that read and write arrays of their own."""
+
+    def __init__(self, job, contender):
+        self.contender, given = contender, bench.inputs(job.shape, 0, job.rank)
+        self.given = [each.clone() for each in (given.x, given.ids, given.weights)]
+        self.output, self.got = contender.ep.output(self.given[0])
+        self.rows, self.sums = torch.zeros_like(self.got.rows), torch.zeros_like(self.given[0])
+
+    def dispatch(self):
+        self.got = self.got._replace(handle=self.contender.ep.dispatch_into(self.output, *self.given))
+
+    def combine(self):
+        self.contender.ep.combine(self.rows, self.got.handle, self.sums)
+
+
+class Calls(bench.Clock):
+    def __init__(self):
+        super().__init__(False)
+        self.calls = []
+
+    def time(self, call):
+        self.calls.append(call)
+        return super().time(call)
+
+
+def test_replays_are_timed_alone_and_their_sums_are_of_new_tokens(alone):
+    job = compare.Job(alone, 0, torch.device("cpu"))
+    contender, clock = compare.Plain(job), Calls()
+    graphs, times = Replayed(job, contender), {"dispatch": [], "combine": []}
+    for number in (3, 4):
+        given = bench.inputs(job.shape, number, 0)
+        exact, bound = job.reference(given)
+        found = compare.once(job, clock, contender, given, times, graphs)
+        assert ((found - exact).abs() <= bound).all()
+        # Nothing is left for a replay that writes nothing.
+        assert graphs.got.rows.isnan().all() and graphs.rows.isnan().all() and graphs.sums.isnan().all()
+        assert not given.x.isnan().any()
+    assert clock.calls == [graphs.dispatch, graphs.combine] * 2 and len(times["dispatch"]) == len(times["combine"]) == 2
+    assert compare.Graphs.of(job, contender) == (None, "its calls wait on the host")
+
+
+def test_a_gpus_table_has_the_hosts_times_beside_it():
+    def of_rank(us, **more):
+        part = {"dispatch": [us], "combine": [us + 1]}
+        host = {"dispatch": [us + 10], "combine": [us + 11]}
+        return {"wrong": 0, "differ": 2, "checked": 2, **part, "host": host, **more}
+
+    results = [compare.summary("one", [of_rank(1.0, timed="graph"), of_rank(3.0, timed="graph")]),
+               compare.summary("other", [of_rank(5.0, timed="events", not_captured="why")] * 2),
+               compare.summary("absent", [{"missing": "not installed"}])]
+    assert results[1]["not_captured"] == "why" and results[0]["dispatch_host_us"]["max"] == 13.0
+    head, _, one, other, absent = compare.table(results)
+    assert head.count("|") == one.count("|") == other.count("|") == absent.count("|") == 9
+    assert one == "| one | 2.0 / 3.0 | 3.0 / 4.0 | 5.0 | a graph | 12.0 | 13.0 | 4 |"
+    assert other == "| other | 5.0 / 5.0 | 6.0 / 6.0 | 11.0 | events, host waits included | 15.0 | 16.0 | 4 |"
+    without = compare.table([{key: value for key, value in each.items() if "host" not in key} for each in results])
+    assert without[0] == "| contender | dispatch p50 / p95, µs | combine p50 / p95, µs | both p50, µs | elements wrong |"
+
+
 COST = ["--device", "cpu", "--tokens", "2", "--calls", "2"]
 REFUSED = {
     "compare": [
