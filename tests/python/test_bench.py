@@ -247,7 +247,7 @@ LONG = """
 import runpy, sys, tokenyard
 whole = tokenyard.AllToAll.output
 def output(self, *args, **named):
-    print("made", flush=True)
+    sys.stdout.write("made\\n"); sys.stdout.flush()
     return whole(self, *args, **named)
 tokenyard.AllToAll.output = output
 tokenyard.AllToAll.__init__.__kwdefaults__["timeout"] = 2.0
