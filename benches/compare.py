@@ -506,8 +506,10 @@ def main():
     try:
         torch.multiprocessing.spawn(rank_main, (args,), nprocs=args.world)
     except torch.multiprocessing.ProcessExitedException as ended:
-        # A rank that found something wrong; the table has it.
-        sys.exit(ended.exit_code if ended.exit_code > 0 else 1)
+        # With status 1 a rank found something wrong, and the table has it.
+        if ended.exit_code != 1:
+            _program.complain("compare.py", f"rank {ended.error_index} ended: {ended}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

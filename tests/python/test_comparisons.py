@@ -261,6 +261,33 @@ def test_collectivex(mode):
     rig.in_ranks(tokenyard.World.threads(3), rank)
 
 
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_collectivex_makes_a_buffer_anew(mode, monkeypatch):
+    worlds = iter([tokenyard.World.threads(1)[0], tokenyard.World.threads(1)[0]])
+    monkeypatch.setattr(collectivex.TokenyardBackend, "world", lambda self: next(worlds))
+    backend = collectivex.TokenyardBackend(types.SimpleNamespace(mode=mode), 0, 1, 0, "cpu")
+    x, ids = torch.randn(7, 64).bfloat16(), torch.tensor([[0, 5]] * 7)
+    problem = backend.make_problem(7, ids, torch.ones(7, 2), x)
+    with pytest.raises(RuntimeError, match="there is no buffer: call create_buffer first"):
+        backend.dispatch(problem)
+    for experts in (6, 9):
+        backend.create_buffer(types.SimpleNamespace(hidden=64, experts=experts, topk=2, max_tokens_per_rank=7))
+        handle = backend.dispatch(problem)
+        counts = backend.inspect_dispatch(problem, handle).local_expert_counts
+        assert counts.tolist() == [7 * (e in (0, 5)) for e in range(experts)]
+
+
+def test_a_rank_of_compare_that_is_killed_is_named(monkeypatch, capsys):
+    def spawn(*given, **named):
+        raise torch.multiprocessing.ProcessExitedException("process 1 terminated with signal SIGKILL", 1, 7, -9, "SIGKILL")
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(sys, "argv", ["compare", *SMALL])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 1 and capsys.readouterr().err == "compare.py: rank 1 ended: process 1 terminated with signal SIGKILL\n"
+
+
 def test_collectivex_refuses_other_modes():
     with pytest.raises(ValueError, match="args.mode is 'other': give one of normal, low-latency"):
         collectivex.TokenyardBackend(types.SimpleNamespace(mode="other"), 0, 1, 0, "cpu")
