@@ -7,13 +7,14 @@ Contenders: tokenyard's `AllToAll` and its `deep_ep` (normal, low latency), torc
 permutation, transformers' all-to-all, and DeepEP where it is installed. What cannot run is a line of the table that says
 why. Rows are bf16. Each contender dispatches, the same experts are applied untimed, and each combines to weighted sums.
 Sums of each contender are compared element by element with a reference at fp64, and with those of the first contender.
-What a contender made is overwritten with NaNs before the next one runs, which may get the same memory. Odd rounds take the
-contenders in the opposite order. A barrier aligns the ranks before each timed part.
+What a contender made is overwritten with NaNs before the next one runs, which may get the same memory. Odd rounds take
+the contenders in the opposite order. A barrier aligns the ranks before each timed part.
 
-On the CPU a call is timed by the host's clock until its rows or sums can be used. On a GPU each iteration has two pairs of
-calls. CUDA events time the first pair on the GPU. Calls that can be captured are replays of a CUDA graph there, so that no work of
-the host is between the events. Other calls wait on the host, for counts of rows, and their time on the GPU has these waits: the
-table says by what each is timed. The host's clock times the second pair, eager calls, until each returns.
+On the CPU a call is timed by the host's clock until its rows or sums can be used. On a GPU each iteration has two pairs
+of calls. CUDA events time the first pair on the GPU. Calls that can be captured are replays of a CUDA graph there, so
+that no work of the host is between the events. Other calls wait on the host, for counts of rows, and their time on the
+GPU has these waits: the table says by what each is timed. The host's clock times the second pair, eager calls, until
+each returns.
 """
 
 import argparse
