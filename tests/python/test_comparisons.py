@@ -1,4 +1,4 @@
-"""benches/compare.py on CPU ranks, the backend of benches/collectivex.py against the reference, and benches/python_cost.py."""
+"""benches/compare.py on CPU ranks, the backend of benches/collectivex.py against the reference, benches/python_cost.py."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""The programs `python -m tokenyard` and `python -m tokenyard.bench`: what they say where stdout or a name is unusable."""
+"""The programs `python -m tokenyard` and `python -m tokenyard.bench` where stdout, a file or an argument is unusable."""
 
 import os
 import subprocess
