@@ -74,11 +74,14 @@ class TokenyardBackend(EPBackend):
 
     def dispatch(self, problem):
         """Sends `problem.dispatch_x`; the handle has `got`, what came, until the problem's next dispatch."""
+        if self.ep is None:
+            raise RuntimeError("there is no buffer: call create_buffer first, on all ranks")
         made = getattr(problem, "tokenyard", None)
-        if made is None:
+        # Outputs of another buffer may lack rows or experts.
+        if made is None or made[0] is not self.ep:
             output, got = self.ep.output(problem.dispatch_x, layout=self.layout, also=[] if self.low_latency else ["row_count"])
-            made = problem.tokenyard = (output, got, torch.empty_like(problem.dispatch_x))
-        output, got, out = made
+            made = problem.tokenyard = (self.ep, output, got, torch.empty_like(problem.dispatch_x))
+        _, output, got, out = made
         handle = self.ep.dispatch_into(output, problem.dispatch_x, problem.topk_idx, problem.topk_weights)
         return types.SimpleNamespace(got=got._replace(handle=handle), out=out, combine_input=None)
 

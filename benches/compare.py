@@ -7,8 +7,14 @@ Contenders: tokenyard's `AllToAll` and its `deep_ep` (normal, low latency), torc
 permutation, transformers' all-to-all, and DeepEP where it is installed. What cannot run is a line of the table that says
 why. Rows are bf16. Each contender dispatches, the same experts are applied untimed, and each combines to weighted sums.
 Sums of each contender are compared element by element with a reference at fp64, and with those of the first contender.
-Odd rounds take the contenders in the opposite order. A barrier aligns the ranks before each timed part. A dispatch is
-timed until its rows can be used, host waits included, by CUDA events on a GPU and the host's clock on the CPU.
+What a contender made is overwritten with NaNs before the next one runs, which may get the same memory. Odd rounds take
+the contenders in the opposite order. A barrier aligns the ranks before each timed part.
+
+On the CPU a call is timed by the host's clock until its rows or sums can be used. On a GPU each iteration has two pairs
+of calls. CUDA events time the first pair on the GPU. Calls that can be captured are replays of a CUDA graph there, so
+that no work of the host is between the events. Other calls wait on the host, for counts of rows, and their time on the
+GPU has these waits: the table says by what each is timed. The host's clock times the second pair, eager calls, until
+each returns.
 """
 
 import argparse
@@ -26,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tokenyard import bench
+from tokenyard import _program, bench
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -34,7 +40,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class Plain:
     """tokenyard's own interface: a row for each (token, expert), expert after expert."""
 
-    name = "tokenyard AllToAll"
+    name, captured = "tokenyard AllToAll", True
 
     def __init__(self, job):
         s, self.job = job.shape, job
@@ -89,7 +95,7 @@ class Normal:
 class LowLatency(Normal):
     """The low-latency calls of DeepEP's interface: a row for each (token, expert), as many places as can be needed."""
 
-    name = "tokenyard deep_ep, low latency"
+    name, captured = "tokenyard deep_ep, low latency", True
 
     def dispatch(self, x, ids, weights):
         shape = self.job.shape
@@ -251,6 +257,44 @@ def agreed(own):
     return next((reason for reason in reasons if reason is not None), None)
 
 
+class Graphs:
+    """A contender's dispatch and combine as CUDA graphs: their arrays, which replays read and write. Collective."""
+
+    def __init__(self, job, contender):
+        given = bench.inputs(job.shape, 0, job.rank)
+        self.given = [each.to(job.device) for each in (given.x, given.ids, given.weights)]
+        got = contender.dispatch(*self.given)
+        rows = contender.experts(got)
+        contender.combine(got, rows)
+        self.wait(job)
+        self.rows, graphs = torch.empty_like(rows), [torch.cuda.CUDAGraph() for _ in range(2)]
+        # Threads of communication libraries ask for events meanwhile.
+        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
+            self.got = contender.dispatch(*self.given)
+        with torch.cuda.graph(graphs[1], capture_error_mode="thread_local"):
+            self.sums = contender.combine(self.got, self.rows)
+        self.dispatch, self.combine = (graph.replay for graph in graphs)
+        self.wait(job)
+
+    @staticmethod
+    def wait(job):
+        torch.cuda.current_stream().synchronize()
+        job.world.barrier()
+
+    @classmethod
+    def of(cls, job, contender):
+        """The graphs of a contender, or why it has none, the same on all ranks."""
+        if not getattr(contender, "captured", False) or job.device.type == "cpu":
+            return None, "its calls wait on the host"
+        made, reason = None, None
+        try:
+            made = cls(job, contender)
+        except Exception as failure:  # noqa: BLE001: it is timed without
+            reason = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        reason = agreed(reason)
+        return (made, None) if reason is None else (None, reason)
+
+
 def timed(job, clock, call):
     if job.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
@@ -258,21 +302,45 @@ def timed(job, clock, call):
     return clock.time(call)
 
 
-def once(job, clock, contender, given, times):
-    """One dispatch and combine: their times are added to `times`; the sums."""
+def once(job, clock, contender, given, times, graphs=None):
+    """One dispatch and combine, replays of `graphs` if they are given: their times are added to `times`; the sums."""
     x, ids, weights = (each.to(job.device) for each in (given.x, given.ids, given.weights))
-    sending, got = timed(job, clock, lambda: contender.dispatch(x, ids, weights))
-    rows = contender.experts(got)
-    back, sums = timed(job, clock, lambda: contender.combine(got, rows))
+    if graphs is None:
+        sending, got = timed(job, clock, lambda: contender.dispatch(x, ids, weights))
+        rows = contender.experts(got)
+        back, sums = timed(job, clock, lambda: contender.combine(got, rows))
+    else:
+        for own, new in zip(graphs.given, (x, ids, weights)):
+            own.copy_(new)
+        sending, _ = timed(job, clock, graphs.dispatch)
+        got, rows, sums = graphs.got, graphs.rows, graphs.sums
+        rows.copy_(contender.experts(got))
+        back, _ = timed(job, clock, graphs.combine)
     times["dispatch"].append(sending)
     times["combine"].append(back)
-    return sums.cpu()
+    found = sums.cpu().double()
+    # The next contender's outputs may lie where these did: one that it does not write must not hold what these held.
+    kept = {each.untyped_storage().data_ptr() for each in (x, ids, weights, given.x, given.ids, given.weights)}
+    for made in tensors((got, rows, sums)):
+        if made.is_floating_point() and made.untyped_storage().data_ptr() not in kept:
+            made.fill_(float("nan"))
+    return found
+
+
+def tensors(made):
+    """The tensors of what a call made, in its tuples and lists."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, (tuple, list)):
+        for each in made:
+            yield from tensors(each)
 
 
 def measure(args, rank, device):
     """The results of all contenders, by rank 0's table."""
-    job, clock = Job(args, rank, device), bench.Clock(device.type == "cuda")
-    results, running = {}, []
+    job, on_gpu = Job(args, rank, device), device.type == "cuda"
+    clock, host = bench.Clock(on_gpu), bench.Clock(False)
+    results, running, graphs = {}, [], {}
     for kind in CONTENDERS:
         reason, made = why_not(kind, device), None
         if reason is None:
@@ -284,7 +352,11 @@ def measure(args, rank, device):
             results[kind.name] = {"missing": reason}
         else:
             running.append(made)
-            results[kind.name] = {"wrong": 0, "differ": 0, "checked": 0, "dispatch": [], "combine": []}
+            results[kind.name] = {"wrong": 0, "differ": 0, "checked": 0, "dispatch": [], "combine": [], "timed": "clock"}
+            if on_gpu:
+                graphs[kind.name], reason = Graphs.of(job, made)
+                how = {"timed": "graph"} if reason is None else {"timed": "events", "not_captured": reason}
+                results[kind.name].update(how, host={"dispatch": [], "combine": []})
     for number in range(args.warmup + args.rounds * args.iters):
         given = bench.inputs(job.shape, number, rank)
         exact, bound = job.reference(given)
@@ -292,13 +364,17 @@ def measure(args, rank, device):
         mirrored = not warm and ((number - args.warmup) // args.iters) % 2 == 1
         sums = {}
         for contender in reversed(running) if mirrored else running:
-            times = {"dispatch": [], "combine": []} if warm else results[contender.name]
-            sums[contender.name] = once(job, clock, contender, given, times).double()
-        for name, found in sums.items():
+            nowhere, of = {"dispatch": [], "combine": []}, results[contender.name]
+            found = [once(job, clock, contender, given, nowhere if warm else of, graphs.get(contender.name))]
+            if on_gpu:
+                found.append(once(job, host, contender, given, nowhere if warm else of["host"]))
+            sums[contender.name] = found
+        for name, of_calls in sums.items():
             of = results[name]
-            of["checked"] += 1
-            of["wrong"] += int((~((found - exact).abs() <= bound)).sum())
-            of["differ"] += int((~((found - sums[running[0].name]).abs() <= 2 * bound)).sum())
+            for found in of_calls:
+                of["checked"] += 1
+                of["wrong"] += int((~((found - exact).abs() <= bound)).sum())
+                of["differ"] += int((~((found - sums[running[0].name][0]).abs() <= 2 * bound)).sum())
     job.world.barrier()
     gathered = [None] * args.world
     dist.all_gather_object(gathered, results)
@@ -309,20 +385,36 @@ def summary(name, ranks):
     if "missing" in ranks[0]:
         return {"name": name, "missing": ranks[0]["missing"]}
     found = {part: sum(each[part] for each in ranks) for part in ("wrong", "differ")}
-    times = {f"{part}_us": bench.quantiles([us for each in ranks for us in each[part]]) for part in ("dispatch", "combine")}
+    parts = ("dispatch", "combine")
+    times = {f"{part}_us": bench.quantiles([us for each in ranks for us in each[part]]) for part in parts}
     both = [a + b for each in ranks for a, b in zip(each["dispatch"], each["combine"])]
-    return {"name": name, **found, "checked": ranks[0]["checked"], **times, "both_us": bench.quantiles(both)}
+    how = {key: ranks[0][key] for key in ("timed", "not_captured") if key in ranks[0]}
+    if "host" in ranks[0]:
+        hosts = {f"{part}_host_us": bench.quantiles([us for each in ranks for us in each["host"][part]]) for part in parts}
+        times.update(hosts)
+    return {"name": name, **found, "checked": ranks[0]["checked"], **how, **times, "both_us": bench.quantiles(both)}
+
+
+BY = {"graph": "a graph", "events": "events, host waits included"}
 
 
 def table(results):
-    """Lines of a table in Markdown."""
-    lines = ["| contender | dispatch p50 / p95, µs | combine p50 / p95, µs | both p50, µs | elements wrong |", "|---|---|---|---|---|"]
+    """Lines of a table in Markdown; on a GPU with the host's times beside those of the GPU."""
+    on_gpu = any("dispatch_host_us" in each for each in results)
+    heads = ["contender", "dispatch p50 / p95, µs", "combine p50 / p95, µs", "both p50, µs"]
+    if on_gpu:
+        heads += ["timed by", "host: dispatch p50, µs", "host: combine p50, µs"]
+    heads.append("elements wrong")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for each in results:
         if "missing" in each:
-            lines.append(f"| {each['name']} | {each['missing']} | | | |")
+            lines.append(f"| {each['name']} | {each['missing']} |" + " |" * (len(heads) - 2))
             continue
-        parts = [f"{each[p]['p50']:.1f} / {each[p]['p95']:.1f}" for p in ("dispatch_us", "combine_us")]
-        lines.append(f"| {each['name']} | {parts[0]} | {parts[1]} | {each['both_us']['p50']:.1f} | {each['wrong'] + each['differ']} |")
+        cells = [each["name"], *(f"{each[p]['p50']:.1f} / {each[p]['p95']:.1f}" for p in ("dispatch_us", "combine_us"))]
+        cells.append(f"{each['both_us']['p50']:.1f}")
+        if on_gpu:
+            cells += [BY[each["timed"]], *(f"{each[p]['p50']:.1f}" for p in ("dispatch_host_us", "combine_host_us"))]
+        lines.append(f"| {' | '.join(cells)} | {each['wrong'] + each['differ']} |")
     return lines
 
 
@@ -363,7 +455,7 @@ def rank_main(rank, args):
     dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=args.timeout))
     results = measure(args, rank, device)
     dist.barrier()
-    wrong = sum(each.get("wrong", 0) + each.get("differ", 0) for each in results)
+    wrong, unwritten = sum(each.get("wrong", 0) + each.get("differ", 0) for each in results), 0
     if rank == 0:
         name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
         found = {"version": tokenyard.__version__, "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -371,13 +463,12 @@ def rank_main(rank, args):
                  **{o: getattr(args, o) for o in ("world", "tokens", "hidden", "experts", "top_k", "rounds", "iters", "warmup", "seed")},
                  "results": results}
         title = f"{args.world} ranks on {name}, {args.tokens} tokens, hidden {args.hidden}, {args.experts} experts, top {args.top_k}, bf16"
-        print("\n".join([title, "", *table(results)]), flush=True)
+        unwritten = _program.say("compare.py", "\n".join([title, "", *table(results)]))
         for path, text in ((args.json, json.dumps(found, indent=1) + "\n"), (args.plot, plot(results, title))):
             if path:
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(text)
+                unwritten |= _program.write_file("compare.py", path, text)
     dist.destroy_process_group()
-    if wrong:
+    if wrong or unwritten:
         sys.exit(1)
 
 
@@ -386,20 +477,40 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in dict(world=2, tokens=128, hidden=7168, experts=256, top_k=8, rounds=4, iters=10, warmup=2, seed=1,
                               timeout=120).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+        kind = bench.from_zero if name == "warmup" else bench.positive
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
     parser.add_argument("--json")
     parser.add_argument("--plot")
     args = parser.parse_args()
     args.spawned = "RANK" not in os.environ
-    args.world = args.world if args.spawned else int(os.environ["WORLD_SIZE"])
+    if not args.spawned:
+        stated = os.environ.get("WORLD_SIZE", "")
+        if not stated.isdecimal() or int(stated) == 0:
+            parser.error(f"WORLD_SIZE is {stated!r}, and RANK is set: start with torchrun, or without its environment")
+        args.world = int(stated)
     if args.experts % args.world or args.top_k > args.experts:
         parser.error(f"--experts is {args.experts}: give a multiple of the {args.world} ranks, and at least --top-k")
+    if args.hidden % 8:
+        parser.error(f"--hidden is {args.hidden}: give a multiple of 8")
+    gpus = torch.cuda.device_count() if args.device == "cuda" else None
+    if gpus is not None and gpus <= (args.world - 1 if args.spawned else int(os.environ.get("LOCAL_RANK", "0"))):
+        parser.error(f"--device is cuda, and there are {gpus} GPUs: give each rank a GPU of its own, or --device cpu")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and (args.spawned or os.environ["RANK"] == "0") and (why := _program.no_file(path)) is not None:
+            parser.error(f"--{name} is {path!r}: {why}")
     if not args.spawned:
         return rank_main(int(os.environ["RANK"]), args)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         args.port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (args,), nprocs=args.world)
+    try:
+        torch.multiprocessing.spawn(rank_main, (args,), nprocs=args.world)
+    except torch.multiprocessing.ProcessExitedException as ended:
+        # With status 1 a rank found something wrong, and the table has it.
+        if ended.exit_code != 1:
+            _program.complain("compare.py", f"rank {ended.error_index} ended: {ended}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ and a combine; beside its replay stands what the program measures of the same sh
 and combine are timed apart.
 DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. The operators' rows are of the same
 context; `deep_ep`'s are of low-latency calls, bf16 rows quantised on their way, with and without a hook.
+Nothing is compared with a reference here: tests and `python -m tokenyard.bench` do that.
 """
 
 import argparse
@@ -30,8 +31,8 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch  # noqa: E402
 
 import tokenyard  # noqa: E402
-from tokenyard import _eager, deep_ep, ops  # noqa: E402
-from tokenyard.bench import in_threads  # noqa: E402
+from tokenyard import _eager, _program, deep_ep, ops  # noqa: E402
+from tokenyard.bench import in_threads, positive  # noqa: E402
 
 SHAPE = dict(hidden=7168, experts=256, top_k=8)
 # Calls between two waits for the device; each is a few launches, and the queue has room for a thousand.
@@ -44,13 +45,24 @@ EMPTY.impl("empty", lambda x: x, "CompositeExplicitAutograd")
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--replays", type=int, default=300)
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks to measure, which divide the 256 experts")
+    parser.add_argument("--calls", type=positive, default=2000)
+    parser.add_argument("--tokens", type=positive, default=128)
+    parser.add_argument("--replays", type=positive, default=300, help="100 or more")
     parser.add_argument("--json")
     parser.add_argument("--device", default="cuda:0", choices=["cuda:0", "cpu"], help="cpu: to try the script itself")
-    return parser.parse_args()
+    args = parser.parse_args()
+    words = args.ranks.split(",")
+    if not all(word.isdecimal() and 0 < int(word) <= 64 and SHAPE["experts"] % int(word) == 0 for word in words):
+        parser.error(f"--ranks is {args.ranks!r}: give numbers as in 1,2 that divide the {SHAPE['experts']} experts, up to 64")
+    args.ranks = [int(word) for word in words]
+    if args.replays < 100:
+        parser.error(f"--replays is {args.replays}: give 100 or more, which are timed together")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device is {args.device}, and torch finds no GPU: give --device cpu")
+    if args.json and (why := _program.no_file(args.json)) is not None:
+        parser.error(f"--json is {args.json!r}: {why}")
+    return args
 
 
 class Rank:
@@ -204,7 +216,7 @@ def programs(ranks, args):
 def main():
     args = arguments()
     results = []
-    for ranks in (int(n) for n in args.ranks.split(",")):
+    for ranks in args.ranks:
         lock = threading.Lock()
 
         def work(world):
@@ -232,10 +244,9 @@ def main():
     found = {"version": tokenyard.__version__, "torch": torch.__version__, "results": results}
     if args.device != "cpu":
         found["gpu"] = torch.cuda.get_device_name(0)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+    return _program.write_file("python_cost.py", args.json, json.dumps(found, indent=1) + "\n") if args.json else 0
 
 
 if __name__ == "__main__":
-    main()
+    _program.end_by_ctrl_c()
+    sys.exit(main())

@@ -32,7 +32,7 @@ ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
 )
-BENCH = f"{PACKAGE}/bench.py"
+BENCH, PROGRAM, GROUPS = (f"{PACKAGE}/{name}.py" for name in ("bench", "_program", "_worlds"))
 EAGER, PLANNED, IN_C, HANDLES = (
     f"{PACKAGE}/_eager.py", f"{PACKAGE}/deep_ep/_planned.py", f"{NATIVE}/operators/mod.rs", f"{NATIVE}/operators/handles.rs"
 )
@@ -116,7 +116,7 @@ MUTANTS = [
      "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),
     ("rows of other tokens not compared", BENCH, "wanted = torch.full_like(found, 255)", "wanted = found.clone()", "test_bench.py"),
     ("a NaN within the bound", BENCH, "(~(error <= bound)).sum()", "(error > bound).sum()", "test_bench.py"),
-    ("scales not compared", BENCH, "(words[rows] != _bytes(self.scales[tokens])).sum()", "(words[rows] != words[rows]).sum()",
+    ("scales not compared", BENCH, "(words != of_rows).sum()", "(words != words).sum()",
      "test_bench.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().push(capsule);", "drop(capsule);", "test_dlpack.py"),
     ("gradients lost in eager calls", EAGER, "(with_gradients and tensor.requires_grad)", "False", "test_eager.py test_ops.py"),
@@ -126,6 +126,12 @@ MUTANTS = [
     ("weights that a flag leaves out read", IN_C, "match plan & flag {", "match plan | flag {", "test_eager.py"),
     ("handles that outlive their tensors", HANDLES, "|handles| handles.remove(&self.key));", "|handles| handles.get(&self.key).cloned());",
      "test_eager.py test_ops.py"),
+    ("scales past the last not compared", BENCH, "(words != of_rows).sum()", "(words[rows] != of_rows[rows]).sum()", "test_bench.py"),
+    ("an expert named twice taken for once", BENCH, "sum((came - wanted_pairs).values())", "len(set(came) - set(wanted_pairs))",
+     "test_bench.py"),
+    ("options of ranks not compared", BENCH, "if others[name] != of_ranks[0][name]:", "if False:", "test_bench.py"),
+    ("a reader that has gone an error", PROGRAM, "if not isinstance(error, BrokenPipeError):", "if error:", "test_program.py"),
+    ("a group's ranks on the GPUs of others", GROUPS, "else dist.get_rank()\n", "else rank\n", "test_torch.py"),
 ]
 
 

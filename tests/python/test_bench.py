@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import rig
@@ -101,6 +103,7 @@ OUTPUTS = {
     "rows exchanged": lambda got: swapped(got.rows.view(torch.uint8)),
     "a row past the last": lambda got: got.rows.view(torch.uint8)[-1].zero_(),
     "a scale": lambda got: got.scales[0, 0:1].add_(1),
+    "a scale past the last": lambda got: got.scales[-1, 0:1].fill_(1),
     "a count": lambda got: got.counts[0:1].add_(1),
     "an offset": lambda got: got.offsets[1:2].add_(1),
 }
@@ -121,6 +124,36 @@ def test_wrong_rows_are_found(tmp_path, monkeypatch, planted):
     assert status == 1 and found["mismatches"] > 0
 
 
+def test_an_expert_named_twice_in_a_row_is_found(tmp_path, monkeypatch):
+    whole = bench.Rank._dispatch
+
+    def dispatch(self):
+        handle = whole(self)
+        # Each row names one of its experts once more, with the same weight, where a choice of another rank is.
+        for experts, weights in zip(self.got.token_experts, self.got.token_weights):
+            used, free = (experts >= 0).nonzero().flatten(), (experts < 0).nonzero().flatten()
+            if len(used) and len(free):
+                experts[free[0]], weights[free[0]] = experts[used[0]].clone(), weights[used[0]].clone()
+        return handle
+
+    monkeypatch.setattr(bench.Rank, "_dispatch", dispatch)
+    # Two of the eight experts are a rank's, so that one of three choices is another's.
+    status, found = run(tmp_path, "--world", "4", "--experts", "8", "--layout", "token")
+    assert status == 1 and found["mismatches"] > 0
+
+
+def test_json_of_a_wrong_run_is_json(tmp_path, monkeypatch):
+    method, change = PLANTED["a sum never written"]
+    monkeypatch.setattr(tokenyard.AllToAll, method, changed(method, change))
+    bench.main([*SMALL, "--world", "2", "--json", str(tmp_path / "r.json")])
+
+    def no_number(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    found = json.loads((tmp_path / "r.json").read_text(), parse_constant=no_number)
+    assert found["max_rel_err"] is None and not found["verified"]
+
+
 def test_inputs_are_fresh_and_nowhere_zero():
     shape = bench.Shape(2, 64, 256, 32, 4)
     first, second, other = bench.inputs(shape, 0, 0), bench.inputs(shape, 1, 0), bench.inputs(shape, 0, 1)
@@ -135,7 +168,10 @@ REFUSED = [
     (["--world", "8"], "--experts is 7: give at least one for each of the 8 ranks"),
     (["--mode", "graph"], "--mode graph needs a GPU: give --mode fused or split"),
     (["--hidden", "100"], "--hidden is 100: give a multiple of 128 for --dtype fp8"),
-    (["--tokens", "0"], "argument --tokens: '0' is no positive number"),
+    (["--tokens", "0"], "argument --tokens: '0' is no positive number below 2^63"),
+    (["--seed", str(2**63)], "argument --seed: '9223372036854775808' is no positive number below 2^63"),
+    (["--json", "/no/such/folder/r.json"], "argument --json: '/no/such/folder/r.json': there is no folder /no/such/folder"),
+    (["--json", "/"], "argument --json: '/': that is a folder: give a file"),
     (["--group", "gloo"], "--group is gloo without torchrun's environment: run under torchrun, or leave --group out"),
     (["--layout", "other"], "argument --layout: invalid choice"),
     (["--colour", "red"], "unrecognized arguments: --colour red"),
@@ -156,3 +192,96 @@ def test_a_world_that_the_environment_denies(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main([*SMALL, "--world", "2"])
     assert "--world is 2, and the environment has 4 ranks: leave --world out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options,sentence", [
+    (["--world", "65", "--experts", "65"], "configuration ranks of a node is 65"),
+    (["--world", "1", "--experts", "3000"], "configuration placement is 3000 experts on a rank"),
+    (["--tokens", "2000000"], "configuration max_tokens_per_rank is 2000000"),
+    (["--sms", "9999"], "configuration sms is 9999"),
+])
+def test_limits_of_contexts_are_one_sentence(capsys, options, sentence):
+    assert bench.main([*SMALL, "--world", "2", *options]) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and said.startswith(f"tokenyard.bench: {sentence}") and said.count("\n") == 1
+
+
+def test_a_large_seed_is_one():
+    shape = bench.Shape(2, 3, 128, 4, 2, seed=2**63 - 1)
+    assert bench.inputs(shape, 7, 1).ids.shape == bench.Reference(shape, 7).ids[3:].shape
+
+
+def test_an_environment_without_a_number_of_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(SystemExit) as ended:
+        bench.main(SMALL)
+    assert ended.value.code == 2 and "WORLD_SIZE is 'two': set it to the number of ranks" in capsys.readouterr().err
+
+
+# Each rank's further options, and the environment's.
+DIFFER = {
+    "seed": (["--seed", "1"], ["--seed", "2"], {}, "--seed is 2 on rank 1 and 1 on rank 0: give all ranks the same options"),
+    "iters": ([], ["--iters", "4"], {}, "--iters is 4 on rank 1 and 3 on rank 0: give all ranks the same options"),
+    "top-k": ([], ["--top-k", "2"], {}, "--top-k is 2 on rank 1 and 3 on rank 0: give all ranks the same options"),
+    "nodes": ([], [], {"TOKENYARD_NODES": "1,1"}, "the environment has nodes of 1, 1 ranks, and this benchmark has no network"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFER)
+def test_ranks_that_differ_are_refused(case):
+    *options, given, sentence = DIFFER[case]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given = given | {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-m", "tokenyard.bench", *SMALL, *more], stderr=subprocess.PIPE, text=True,
+                              env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+             for rank, more in enumerate(options)]
+    for rank in ranks:
+        said = rank.communicate(timeout=60)[1]
+        assert rank.returncode == 2 and said.startswith(f"tokenyard.bench: {sentence}") and said.count("\n") == 1, said
+
+
+# The benchmark for long, which says when a rank has its context.
+LONG = """
+import runpy, sys, tokenyard
+whole = tokenyard.AllToAll.output
+def output(self, *args, **named):
+    sys.stdout.write("made\\n"); sys.stdout.flush()
+    return whole(self, *args, **named)
+tokenyard.AllToAll.output = output
+tokenyard.AllToAll.__init__.__kwdefaults__["timeout"] = 2.0
+sys.argv = ["tokenyard.bench", *sys.argv[1:], "--iters", "1000000", "--check", "first"]
+runpy.run_module("tokenyard.bench", run_name="__main__", alter_sys=True)
+"""
+
+
+def started(*options, **environment):
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", LONG, *SMALL, *options], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given = {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [started(**given, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    assert [rank.stdout.readline() for rank in ranks] == ["made\n"] * 2
+    time.sleep(0.5)
+    ranks[1].kill()
+    ranks[1].communicate()
+    said = ranks[0].communicate(timeout=60)[1]
+    assert ranks[0].returncode == 1 and said.count("\n") == 1, said
+    assert said.startswith(("tokenyard.bench: PeerLostError: ", "tokenyard.bench: BootstrapError: ")) and "rank 1" in said
+
+
+def test_ctrl_c_ends_ranks_that_are_threads():
+    running = started("--world", "2")
+    assert [running.stdout.readline() for _ in range(2)] == ["made\n"] * 2
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    try:
+        assert running.communicate(timeout=10) == ("", "") and running.returncode == -signal.SIGINT
+    finally:
+        running.kill()
+        running.wait()

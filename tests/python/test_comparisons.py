@@ -1,4 +1,4 @@
-"""benches/compare.py on CPU ranks, and the backend of benches/collectivex.py against the reference."""
+"""benches/compare.py on CPU ranks, the backend of benches/collectivex.py against the reference, benches/python_cost.py."""
 
 import argparse
 import importlib.util
@@ -29,7 +29,7 @@ def script(name):
     return module
 
 
-compare, collectivex = script("compare"), script("collectivex")
+compare, collectivex, python_cost = script("compare"), script("collectivex"), script("python_cost")
 SMALL = ["--device", "cpu", "--tokens", "6", "--hidden", "64", "--experts", "8", "--top-k", "3", "--rounds", "2", "--iters", "1"]
 RUN = ["tokenyard AllToAll", "tokenyard deep_ep, normal", "tokenyard deep_ep, low latency", "torch all_to_all_single"]
 
@@ -77,6 +77,135 @@ def test_a_wrong_contender_is_found(alone, monkeypatch):
     plain, permuted, absent = compare.measure(alone, 0, torch.device("cpu"))
     assert (plain["wrong"], plain["differ"]) == (0, 0) and permuted["wrong"] > 0 and permuted["differ"] > 0
     assert absent == {"name": "no such", "missing": "not installed: no_such_module"}
+
+
+def test_sums_that_an_earlier_contender_left_are_not_taken_for_another_ones(alone, monkeypatch):
+    out = torch.empty(6, 64, dtype=torch.bfloat16)
+
+    class First(compare.Plain):
+        def combine(self, got, rows):
+            return self.ep.combine(rows, got.handle, out)
+
+    class Idle(compare.Plain):
+        name = "writes nothing, where the first one wrote"
+
+        def combine(self, got, rows):
+            return out
+
+    monkeypatch.setattr(compare, "CONTENDERS", [First, Idle])
+    first, idle = compare.measure(alone, 0, torch.device("cpu"))
+    assert first["wrong"] == 0 and idle["wrong"] == idle["differ"] == 6 * 64
+
+
+class Replayed:
+    """In place of CUDA graphs: calls that read and write arrays of their own."""
+
+    def __init__(self, job, contender):
+        self.contender, given = contender, bench.inputs(job.shape, 0, job.rank)
+        self.given = [each.clone() for each in (given.x, given.ids, given.weights)]
+        self.output, self.got = contender.ep.output(self.given[0])
+        self.rows, self.sums = torch.zeros_like(self.got.rows), torch.zeros_like(self.given[0])
+
+    def dispatch(self):
+        self.got = self.got._replace(handle=self.contender.ep.dispatch_into(self.output, *self.given))
+
+    def combine(self):
+        self.contender.ep.combine(self.rows, self.got.handle, self.sums)
+
+
+class Calls(bench.Clock):
+    def __init__(self):
+        super().__init__(False)
+        self.calls = []
+
+    def time(self, call):
+        self.calls.append(call)
+        return super().time(call)
+
+
+def test_replays_are_timed_alone_and_their_sums_are_of_new_tokens(alone):
+    job = compare.Job(alone, 0, torch.device("cpu"))
+    contender, clock = compare.Plain(job), Calls()
+    graphs, times = Replayed(job, contender), {"dispatch": [], "combine": []}
+    for number in (3, 4):
+        given = bench.inputs(job.shape, number, 0)
+        exact, bound = job.reference(given)
+        found = compare.once(job, clock, contender, given, times, graphs)
+        assert ((found - exact).abs() <= bound).all()
+        # Nothing is left for a replay that writes nothing.
+        assert graphs.got.rows.isnan().all() and graphs.rows.isnan().all() and graphs.sums.isnan().all()
+        assert not given.x.isnan().any()
+    assert clock.calls == [graphs.dispatch, graphs.combine] * 2 and len(times["dispatch"]) == len(times["combine"]) == 2
+    assert compare.Graphs.of(job, contender) == (None, "its calls wait on the host")
+
+
+def test_a_gpus_table_has_the_hosts_times_beside_it():
+    def of_rank(us, **more):
+        part = {"dispatch": [us], "combine": [us + 1]}
+        host = {"dispatch": [us + 10], "combine": [us + 11]}
+        return {"wrong": 0, "differ": 2, "checked": 2, **part, "host": host, **more}
+
+    results = [compare.summary("one", [of_rank(1.0, timed="graph"), of_rank(3.0, timed="graph")]),
+               compare.summary("other", [of_rank(5.0, timed="events", not_captured="why")] * 2),
+               compare.summary("absent", [{"missing": "not installed"}])]
+    assert results[1]["not_captured"] == "why" and results[0]["dispatch_host_us"]["max"] == 13.0
+    head, _, one, other, absent = compare.table(results)
+    assert head.count("|") == one.count("|") == other.count("|") == absent.count("|") == 9
+    assert one == "| one | 2.0 / 3.0 | 3.0 / 4.0 | 5.0 | a graph | 12.0 | 13.0 | 4 |"
+    assert other == "| other | 5.0 / 5.0 | 6.0 / 6.0 | 11.0 | events, host waits included | 15.0 | 16.0 | 4 |"
+    without = compare.table([{key: value for key, value in each.items() if "host" not in key} for each in results])
+    assert without[0] == "| contender | dispatch p50 / p95, µs | combine p50 / p95, µs | both p50, µs | elements wrong |"
+
+
+COST = ["--device", "cpu", "--tokens", "2", "--calls", "2"]
+REFUSED = {
+    "compare": [
+        (["--world", "0"], "argument --world: '0' is no positive number"),
+        (["--world", "-2"], "argument --world: '-2' is no positive number"),
+        (["--tokens", "0"], "argument --tokens: '0' is no positive number"),
+        (["--rounds", "0"], "argument --rounds: '0' is no positive number"),
+        (["--world", "3"], "--experts is 8: give a multiple of the 3 ranks, and at least --top-k"),
+        (["--hidden", "63"], "--hidden is 63: give a multiple of 8"),
+        (["--json", "/no/such/folder/r"], "--json is '/no/such/folder/r': there is no folder /no/such/folder"),
+        (["--plot", "/"], "--plot is '/': that is a folder"),
+    ],
+    "python_cost": [
+        (["--ranks", "3"], "--ranks is '3': give numbers as in 1,2 that divide the 256 experts"),
+        (["--ranks", "1,"], "--ranks is '1,': give numbers as in 1,2"),
+        (["--calls", "0"], "argument --calls: '0' is no positive number"),
+        (["--replays", "99"], "--replays is 99: give 100 or more"),
+        (["--json", "/"], "--json is '/': that is a folder"),
+    ],
+}
+EACH = [(name, *case) for name, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize("name,options,sentence", EACH)
+def test_options_that_are_unusable(name, options, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *(SMALL if name == "compare" else COST), *options])
+    with pytest.raises(SystemExit) as ended:
+        {"compare": compare, "python_cost": python_cost}[name].main()
+    assert ended.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_compare_under_half_of_an_environment(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["compare", *SMALL])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 2 and "WORLD_SIZE is '', and RANK is set: start with torchrun" in capsys.readouterr().err
+
+
+def test_what_calls_cost(tmp_path):
+    path = tmp_path / "cost.json"
+    done = subprocess.run([sys.executable, str(BENCHES / "python_cost.py"), *COST, "--ranks", "1,2", "--json", str(path)],
+                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    for ranks, result in zip((1, 2), json.loads(path.read_text())["results"]):
+        assert result["ranks"] == ranks and result["replay"] is None
+        for name, times in result["host_us"].items():
+            assert 0 < times["p50"] <= times["p99"] and f"  host    {name} " in done.stdout
 
 
 @pytest.mark.parametrize("mode", ["normal", "low-latency"])
@@ -130,6 +259,33 @@ def test_collectivex(mode):
         world.barrier()
 
     rig.in_ranks(tokenyard.World.threads(3), rank)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_collectivex_makes_a_buffer_anew(mode, monkeypatch):
+    worlds = iter([tokenyard.World.threads(1)[0], tokenyard.World.threads(1)[0]])
+    monkeypatch.setattr(collectivex.TokenyardBackend, "world", lambda self: next(worlds))
+    backend = collectivex.TokenyardBackend(types.SimpleNamespace(mode=mode), 0, 1, 0, "cpu")
+    x, ids = torch.randn(7, 64).bfloat16(), torch.tensor([[0, 5]] * 7)
+    problem = backend.make_problem(7, ids, torch.ones(7, 2), x)
+    with pytest.raises(RuntimeError, match="there is no buffer: call create_buffer first"):
+        backend.dispatch(problem)
+    for experts in (6, 9):
+        backend.create_buffer(types.SimpleNamespace(hidden=64, experts=experts, topk=2, max_tokens_per_rank=7))
+        handle = backend.dispatch(problem)
+        counts = backend.inspect_dispatch(problem, handle).local_expert_counts
+        assert counts.tolist() == [7 * (e in (0, 5)) for e in range(experts)]
+
+
+def test_a_rank_of_compare_that_is_killed_is_named(monkeypatch, capsys):
+    def spawn(*given, **named):
+        raise torch.multiprocessing.ProcessExitedException("process 1 terminated with signal SIGKILL", 1, 7, -9, "SIGKILL")
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(sys, "argv", ["compare", *SMALL])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 1 and capsys.readouterr().err == "compare.py: rank 1 ended: process 1 terminated with signal SIGKILL\n"
 
 
 def test_collectivex_refuses_other_modes():

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -142,6 +143,37 @@ def test_the_pages_programs_run():
     assert ((weights.grad - row).abs() <= 2.0**-6 * x.detach().float().abs().sum(1, keepdim=True)).all()
 
 
+def test_the_program_of_the_page_of_formats_prints_what_it_says(capsys):
+    (program,) = programs("docs/formats.md")
+    given = {}
+    exec(program, given)  # noqa: S102: the repository's own page
+    said = capsys.readouterr().out.splitlines()
+    for line, printed in zip((line for line in program.splitlines() if line.startswith("print")), said):
+        wanted = line.partition("  # ")[2]
+        assert wanted.startswith("below") or wanted.partition(": ")[0] == printed, (line, printed)
+    assert len(said) == program.count("print(")
+    # An e4m3 element is off by a sixteenth at most.
+    x, values = given["x"][0].float(), given["values"].flatten()
+    assert ((values - x).abs() <= x.abs().max() / 16).all() and (values - x).abs().max() > 0
+    assert given["got"].rows[[0, 4, 5, 6, 8]].equal(given["x"][[0, 0, 1, 2, 1]])
+
+
+def test_the_page_of_formats_has_the_shapes_that_outputs_have():
+    page = (pathlib.Path(__file__).parents[2] / "docs/formats.md").read_text(encoding="utf-8")
+    sizes = {"L": 3, "R": 2, "rows": 11, "top_k": 4, "words": 5, "1": 1, "2": 2}
+    rows = re.findall(r"^\| `(\w+)` \| (int32|int64|fp32) `\[([^]]+)\]` \|", page, re.MULTILINE)
+    shapes = {name: (dtype, eval("[" + shape + "]", {}, sizes)) for name, dtype, shape in rows}  # noqa: S307
+    types = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
+    arrays = {name: torch.zeros(shape, dtype=types[dtype]) for name, (dtype, shape) in shapes.items()}
+    assert len(arrays) == 11
+    tokenyard.Output("contiguous", torch.zeros(11, 64), **arrays)
+    for name, array in arrays.items():
+        for wrong in (array[:-1], array.to(torch.float64)):
+            if name != "wait_times" or wrong.dtype == torch.float64:
+                with pytest.raises((ValueError, TypeError)):
+                    tokenyard.Output("contiguous", torch.zeros(11, 64), **(arrays | {name: wrong}))
+
+
 def test_the_program_of_deep_eps_page_runs():
     (program,) = programs("docs/deep_ep.md")
     given = {"group": tokenyard.World.threads(1)[0]}
@@ -193,6 +225,41 @@ def test_ranks_that_are_processes(way):
                            "MASTER_PORT": free_port(), "TOKENYARD_PORT": free_port(), "RIG": os.path.dirname(__file__)}
     ranks = [subprocess.Popen([sys.executable, "-c", PROCESS, way], env=common | {"RANK": str(r), "LOCAL_RANK": str(r)},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert rank.returncode == 0 and out == "right\n", err
+
+
+PARTS = """
+import os, torch.distributed as dist, tokenyard
+dist.init_process_group("gloo")
+r, parts = dist.get_rank(), [[2], [0, 1]]
+groups = [dist.new_group(part) for part in parts]
+for group, part in zip(groups, parts):
+    if r in part:
+        world = tokenyard.World.from_group(group)
+        # Not the GPU of a rank of another group.
+        assert (world.rank, world.size, world.local_rank) == (part.index(r), len(part), int(os.environ.get("LOCAL_RANK", r)))
+        assert world.all_gather(b"%d" % r) == [b"%d" % other for other in part]
+    else:
+        try:
+            tokenyard.World.from_group(group)
+        except ValueError as refused:
+            assert str(refused) == f"group is one without this process, rank {r} of all: make its world in its members", refused
+        else:
+            raise AssertionError("a world without this process")
+dist.barrier()
+print("right", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_groups_of_some_processes(local):
+    common = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common.pop("LOCAL_RANK", None)
+    ranks = [subprocess.Popen([sys.executable, "-c", PARTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=common | {"RANK": str(r)} | ({"LOCAL_RANK": str(r + 4)} if local else {})) for r in range(3)]
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0 and out == "right\n", err

@@ -1,10 +1,10 @@
 """The program: `tokenyard doctor`, `bench`, `verify` and so on, or `python -m tokenyard` with the same."""
 
 import os
-import signal
 import sys
 from typing import Optional
 
+from . import _program
 from ._native import run_program, version
 
 
@@ -33,12 +33,16 @@ def wheel() -> str:
 
 def main() -> int:
     """Runs the program with the arguments of this process."""
-    if sys.argv[1:] == ["doctor"]:
-        print(f"has    wheel         {wheel()}", flush=True)
-    # The program ends at once by Ctrl-C, as others do: Python would only look once it has returned. Where Ctrl-C is
-    # ignored, as in a shell's background, it stays so.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            _program.complain("tokenyard", f"argument {ascii(argument)} is no UTF-8: give it, or the file, another name")
+            return 2
+    if sys.argv[1:] == ["doctor"] and _program.say("tokenyard", f"has    wheel         {wheel()}") != 0:
+        return 1
+    # Python would only look for Ctrl-C once the program has returned.
+    _program.end_by_ctrl_c()
     # Kernels of ranks that share a GPU wait for one another, so their streams must not share one of its queues.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return run_program(sys.argv[1:], command())

@@ -7,13 +7,17 @@ of the program's `tokenyard bench`, as far as the package has them.
 Each iteration has new routing and new random rows. Outputs are filled with NaNs before each call, and a barrier aligns
 the ranks. A GPU is timed with CUDA events on the current stream, the CPU device with the clock. In checked iterations
 every element is compared with a reference that each rank makes of all ranks' inputs. Quantiles are over iterations and
-ranks. Exit status: 0; 1 if a result was wrong; 2 if options are unusable.
+ranks. Exit status: 0; 1 if a result was wrong, a rank failed, or results could not be written; 2 if options are
+unusable, or differ among ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import datetime
 import json
+import math
 import os
 import statistics
 import sys
@@ -29,6 +33,7 @@ import torch  # noqa: E402
 
 import tokenyard  # noqa: E402
 
+from . import _program  # noqa: E402
 from ._tensors import TYPES  # noqa: E402
 
 # Functions of torch.cuda have no types.
@@ -38,6 +43,13 @@ _T = TypeVar("_T")
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 """Half of the step between neighbours in [1, 2), by combine dtype."""
 LAYOUTS, MODES = ("contiguous", "masked", "token"), ("fused", "split", "graph")
+_NAME = "tokenyard.bench"
+# What generators of random numbers take, and the library's numbers.
+_MOST = 2**63
+
+
+class Unusable(Exception):
+    """Options that cannot be used together with this job."""
 
 
 class Shape(NamedTuple):
@@ -77,7 +89,7 @@ class Inputs(NamedTuple):
 
 def inputs(shape: Shape, iteration: int, rank: int) -> Inputs:
     """A rank's tokens in an iteration: the same on every rank that asks."""
-    draw = torch.Generator().manual_seed((shape.seed * 1_000_003 + iteration) * 4099 + rank)
+    draw = torch.Generator().manual_seed(((shape.seed * 1_000_003 + iteration) * 4099 + rank) % _MOST)
     rows = torch.randn((shape.tokens, shape.hidden), generator=draw).to(TYPES[shape.dtype])
     scales = None
     if shape.dtype == "fp8":
@@ -101,7 +113,7 @@ class Reference:
         self.scales = torch.cat(scales) if scales else None
         self.ids = torch.cat([each.ids for each in all_ranks])
         self.weights = torch.cat([each.weights for each in all_ranks])
-        draw = torch.Generator().manual_seed(shape.seed * 7919 + iteration)
+        draw = torch.Generator().manual_seed((shape.seed * 7919 + iteration) % _MOST)
         self.base = torch.randn((len(self.x), shape.hidden), generator=draw)
         self.factor = torch.rand(shape.experts, generator=draw) * 2 + 0.25
         self.shift = torch.randn(shape.experts, generator=draw)
@@ -160,7 +172,9 @@ class Reference:
         wrong += sum(a != b for a, b in zip(got.counts.tolist(), self.counts(rank)))
         if got.scales is not None and self.scales is not None:
             words = _bytes(got.scales.reshape(len(found), -1))
-            wrong += int((words[rows] != _bytes(self.scales[tokens])).sum())
+            of_rows = torch.full_like(words, 255)
+            of_rows[rows] = _bytes(self.scales[tokens])
+            wrong += int((words != of_rows).sum())
         if self.shape.layout == "contiguous":
             wrong += sum(a != b for a, b in zip(got.offsets.tolist(), begins))
         if self.shape.layout == "token":
@@ -168,7 +182,9 @@ class Reference:
             for row, token in zip(rows.tolist(), tokens.tolist()):
                 pairs = zip(got.token_experts[row].tolist(), got.token_weights[row].tolist())
                 named = zip(self.ids[token].tolist(), self.weights[token].tolist())
-                wrong += len({p for p in pairs if p[0] >= 0} ^ {(own.index(e), w) for e, w in named if e in own})
+                came = collections.Counter(pair for pair in pairs if pair[0] >= 0)
+                wanted_pairs = collections.Counter((own.index(e), weight) for e, weight in named if e in own)
+                wrong += sum((came - wanted_pairs).values()) + sum((wanted_pairs - came).values())
         return int(wrong)
 
     def experts_rows(self, rank: int, capacity: int, all_rows: int) -> torch.Tensor:
@@ -360,21 +376,23 @@ def measure(rank: Rank, iters: int, warmup: int, check: int) -> Dict[str, Any]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"tokenyard.bench: {message}\n")
+        self.exit(2, f"{_NAME}: {message}\n")
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+def positive(text: str) -> int:
+    """The number of an option, 1 or more, and less than 2^63."""
+    if not text.isdecimal() or not 0 < int(text) < _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number below 2^63")
     return int(text)
 
 
-def _from_zero(text: str) -> int:
-    return 0 if text == "0" else _number(text)
+def from_zero(text: str) -> int:
+    """The number of an option, which may be 0."""
+    return 0 if text == "0" else positive(text)
 
 
 def _check(text: str) -> int:
-    return {"all": 1, "first": 0}[text] if text in ("all", "first") else _number(text)
+    return {"all": 1, "first": 0}[text] if text in ("all", "first") else positive(text)
 
 
 def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -382,26 +400,29 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = _Parser(prog="python -m tokenyard.bench", description=(__doc__ or "").splitlines()[0])
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
-    parser.add_argument("--world", type=_number, help="ranks; under torchrun those of the environment")
-    parser.add_argument("--tokens", type=_number, default=128, help="tokens of each rank")
-    parser.add_argument("--hidden", type=_number, default=7168, help="columns of a row")
-    parser.add_argument("--experts", type=_number, default=256, help="experts of all ranks")
-    parser.add_argument("--top-k", type=_number, default=8, help="experts of a token")
+    parser.add_argument("--world", type=positive, help="ranks; under torchrun those of the environment")
+    parser.add_argument("--tokens", type=positive, default=128, help="tokens of each rank")
+    parser.add_argument("--hidden", type=positive, default=7168, help="columns of a row")
+    parser.add_argument("--experts", type=positive, default=256, help="experts of all ranks")
+    parser.add_argument("--top-k", type=positive, default=8, help="experts of a token")
     parser.add_argument("--dtype", choices=["fp8", "bf16", "fp16", "fp32"], default="fp8", help="fp8 has fp32 scales")
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous")
     parser.add_argument("--mode", choices=MODES, default="fused", help="graph: captured and replayed; split: in halves")
-    parser.add_argument("--iters", type=_number, help="timed iterations [cpu 5, cuda 1000]")
-    parser.add_argument("--warmup", type=_from_zero, help="iterations before them [cpu 1, cuda 100]")
-    parser.add_argument("--seed", type=_number, default=1)
+    parser.add_argument("--iters", type=positive, help="timed iterations [cpu 5, cuda 1000]")
+    parser.add_argument("--warmup", type=from_zero, help="iterations before them [cpu 1, cuda 100]")
+    parser.add_argument("--seed", type=positive, default=1)
     parser.add_argument("--check", type=_check, help="all, first, or every Nth iteration [cpu all, cuda 16]")
-    parser.add_argument("--sms", type=_number, help="SM budget of a kernel")
+    parser.add_argument("--sms", type=positive, help="SM budget of a kernel")
     parser.add_argument("--group", choices=["env", "gloo"], default="env", help="origin of the world under torchrun")
     parser.add_argument("--json", help="where results go; - is stdout, and then nothing else is printed")
     args = parser.parse_args(argv)
     on_cpu = args.device == "cpu"
     args.launch = "env" if "RANK" in os.environ and "WORLD_SIZE" in os.environ else "threads"
     if args.launch == "env":
-        ranks = int(os.environ["WORLD_SIZE"])
+        stated = os.environ["WORLD_SIZE"]
+        if not stated.isdecimal() or not 0 < int(stated) < _MOST:
+            parser.error(f"WORLD_SIZE is {stated!r}: set it to the number of ranks, as torchrun does")
+        ranks = int(stated)
         if args.world not in (None, ranks):
             parser.error(f"--world is {args.world}, and the environment has {ranks} ranks: leave --world out")
         args.world = ranks
@@ -422,14 +443,34 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     if args.hidden * size % 16 or args.hidden % 8 or (args.dtype == "fp8" and args.hidden % 128):
         step = 128 if args.dtype == "fp8" else 8
         parser.error(f"--hidden is {args.hidden}: give a multiple of {step} for --dtype {args.dtype}")
+    # Rank 0 writes the file, which others need not be able to.
+    if args.json not in (None, "-") and (args.launch == "threads" or os.environ["RANK"] == "0"):
+        if (why := _program.no_file(args.json)) is not None:
+            parser.error(f"argument --json: {args.json!r}: {why}")
     args.iters = args.iters or (5 if on_cpu else 1000)
     args.warmup = (1 if on_cpu else 100) if args.warmup is None else args.warmup
     args.check = (1 if on_cpu else 16) if args.check is None else args.check
     return args
 
 
+def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
+    """Refuses options in which ranks differ, and nodes that a network would have to link. Collective."""
+    own = {name: value for name, value in vars(args).items() if name != "json"}
+    of_ranks = [json.loads(each) for each in world.all_gather(json.dumps(own).encode())]
+    for rank, others in enumerate(of_ranks):
+        for name in own:
+            if others[name] != of_ranks[0][name]:
+                option = f"--{name.replace('_', '-')}"
+                raise Unusable(f"{option} is {others[name]} on rank {rank} and {of_ranks[0][name]} on rank 0: "
+                               "give all ranks the same options")
+    if len(world.nodes) > 1:
+        raise Unusable(f"the environment has nodes of {', '.join(map(str, world.nodes))} ranks, and this benchmark has no network "
+                       f"between nodes: set TOKENYARD_NODES={world.size} on one host, or use `tokenyard bench --launch env`")
+
+
 def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock) -> List[Dict[str, Any]]:
     """A rank's part; the times of all ranks."""
+    _must_agree(world, args)
     device, sms = torch.device("cpu"), args.sms
     stream: Any = None
     if args.device == "cuda":
@@ -473,7 +514,7 @@ def in_threads(ranks: int, work: Callable[[tokenyard.World], _T]) -> List[_T]:
 
 def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
     """The result of a run from the times of all ranks, by the names of the program's JSON."""
-    wrong = sum(each["wrong"] for each in ranks)
+    wrong, error = sum(each["wrong"] for each in ranks), max(each["error"] for each in ranks)
     shape = {name: getattr(args, name) for name in ("hidden", "experts", "top_k", "dtype")}
     return {
         "version": tokenyard.__version__,
@@ -495,44 +536,59 @@ def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, A
         "checked": min(each["checked"] for each in ranks),
         "verified": wrong == 0,
         "mismatches": wrong,
-        "max_rel_err": max(each["error"] for each in ranks),
+        # JSON has no infinity.
+        "max_rel_err": error if math.isfinite(error) else None,
         "dispatch_us": quantiles([us for each in ranks for us in each["dispatch"]]),
         "combine_us": quantiles([us for each in ranks for us in each["combine"]]),
     }
 
 
+def _of_all_ranks(args: argparse.Namespace) -> Tuple[List[Dict[str, Any]], bool]:
+    """The times of all ranks, and whether this process writes them."""
+    if args.launch == "threads":
+        lock = threading.Lock()
+        return in_threads(args.world, lambda world: _run(world, args, lock))[0], True
+    if args.group == "env":
+        world = tokenyard.World.from_env()
+        return _run(world, args, threading.Lock()), world.rank == 0
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    world = tokenyard.World.from_group()
+    found = _run(world, args, threading.Lock())
+    dist.destroy_process_group()
+    return found, world.rank == 0
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the benchmark; rank 0 writes the results. Returns the exit status."""
     args = arguments(argv)
-    if args.launch == "threads":
-        lock = threading.Lock()
-        found, first = report(args, in_threads(args.world, lambda world: _run(world, args, lock))[0]), True
-    else:
-        if args.group == "gloo":
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo")
-            world = tokenyard.World.from_group()
-        else:
-            world = tokenyard.World.from_env()
-        found, first = report(args, _run(world, args, threading.Lock())), world.rank == 0
-        if args.group == "gloo":
-            dist.destroy_process_group()
-    if first:
-        if args.json == "-":
-            print(json.dumps(found))
-        else:
-            print(f"{args.world} ranks ({args.launch}) on {found['device_name']}, {args.tokens} tokens, {args.dtype}, "
-                  f"{args.layout}, {args.mode}")
-            for name in ("dispatch", "combine"):
-                times = found[f"{name}_us"]
-                print(f"  {name:8}  p50 {times['p50']:9.1f} us   p95 {times['p95']:9.1f} us")
-            print(f"  {found['checked']} iterations checked: {found['mismatches']} elements wrong")
-        if args.json not in (None, "-"):
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(found, file)
-    return 0 if found["verified"] else 1
+    try:
+        ranks, first = _of_all_ranks(args)
+    except (Unusable, tokenyard.ConfigError, tokenyard.ArgumentError) as refused:
+        _program.complain(_NAME, str(refused))
+        return 2
+    except tokenyard.Error as failure:
+        _program.complain(_NAME, f"{type(failure).__name__}: {failure}")
+        return 1
+    found = report(args, ranks)
+    status = 0 if found["verified"] else 1
+    if not first:
+        return status
+    if args.json == "-":
+        return _program.say(_NAME, json.dumps(found)) or status
+    lines = [f"{args.world} ranks ({args.launch}) on {found['device_name']}, {args.tokens} tokens, {args.dtype}, "
+             f"{args.layout}, {args.mode}"]
+    for name in ("dispatch", "combine"):
+        times = found[f"{name}_us"]
+        lines.append(f"  {name:8}  p50 {times['p50']:9.1f} us   p95 {times['p95']:9.1f} us")
+    lines.append(f"  {found['checked']} iterations checked: {found['mismatches']} elements wrong")
+    status = _program.say(_NAME, "\n".join(lines)) or status
+    if args.json is not None:
+        status = _program.write_file(_NAME, args.json, json.dumps(found)) or status
+    return status
 
 
 if __name__ == "__main__":
+    _program.end_by_ctrl_c()
     sys.exit(main())
