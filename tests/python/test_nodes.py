@@ -1,7 +1,9 @@
 """Nodes that are linked by a network: ranks are processes of one host, and nodes groups of them."""
 
 import json
+import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -80,6 +82,53 @@ def test_what_nodes_and_proxies_refuse():
         tokenyard.Proxy(world, "simulated", silence=-1)
     with pytest.raises(tokenyard.TransportError):
         tokenyard.Proxy(world, "verbs", names=["no-such-device"])
+
+
+HANDLERS = """
+import signal, tokenyard
+def caught():
+    with open("/proc/self/status") as status:
+        mask = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    return [n for n in range(1, 32) if mask >> n - 1 & 1]
+signal.signal(signal.SIGTERM, lambda *_: print("own", flush=True))
+before = caught()
+proxy = tokenyard.Proxy(tokenyard.World.threads(1)[0], "tcp", source="127.0.0.1")
+assert caught() == before, (before, caught())
+signal.raise_signal(signal.SIGTERM)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_network_leaves_handlers_of_signals_as_they_are():
+    found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
+    if "lacks  libfabric" in found:
+        pytest.skip("install libfabric")
+    ended = subprocess.run([sys.executable, "-c", HANDLERS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "own\ninterrupted\n", "")
+
+
+SURVIVORS = """
+import os, tokenyard
+world = tokenyard.World.from_env().with_nodes([1, 2])
+world.barrier()
+if world.rank == 1:
+    os._exit(0)
+left = world.regroup(1, [0, 2])
+print(left.nodes, left.all_gather(b"%d" % world.rank))
+"""
+
+
+def test_survivors_of_nodes_that_a_program_stated_regroup():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given = os.environ | {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "3", "TOKENYARD_TIMEOUT_MS": "20000"}
+    ranks = [subprocess.Popen([sys.executable, "-c", SURVIVORS], env=given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(3)]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in said] == ["[1, 1] [b'0', b'2']\n", "", "[1, 1] [b'0', b'2']\n"], said
 
 
 if __name__ == "__main__":

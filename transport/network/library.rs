@@ -51,8 +51,10 @@ impl Opened {
         if name.as_bytes().contains(&b'/') && std::fs::metadata(path).is_ok_and(piped) {
             return Err(closed("it is no file"));
         }
+        let handlers = Handlers::now();
         // SAFETY: a C string; initialisers run that the caller asked for by the library's name.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        handlers.put_back();
         if handle.is_null() {
             return Err(closed(&reason()));
         }
@@ -90,6 +92,43 @@ impl Opened {
         // SAFETY: a C string of the loader, which lives as long as the library, and that is never closed.
         let name = unsafe { CStr::from_ptr(found.dli_fname) };
         PathBuf::from(std::ffi::OsStr::from_bytes(name.to_bytes()))
+    }
+}
+
+/// The process's handlers of the signals that end it. Initialisers of libraries set handlers of their own: libfabric
+/// loads libpsm2 and libinfinipath, whose handlers of SIGINT and SIGTERM end the process with status 1 and no word, in
+/// place of Ctrl-C's and of an engine's.
+struct Handlers(Vec<(libc::c_int, libc::sigaction)>);
+
+impl Handlers {
+    const OF: [libc::c_int; 9] = [
+        libc::SIGHUP,
+        libc::SIGINT,
+        libc::SIGQUIT,
+        libc::SIGTERM,
+        libc::SIGABRT,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGSEGV,
+    ];
+
+    fn now() -> Handlers {
+        let of = |signal: &libc::c_int| {
+            // SAFETY: plain data; sigaction fills it.
+            let mut found: libc::sigaction = unsafe { std::mem::zeroed() };
+            // SAFETY: reads the handler alone, into memory of this frame.
+            let known = unsafe { libc::sigaction(*signal, std::ptr::null(), &mut found) } == 0;
+            known.then_some((*signal, found))
+        };
+        Handlers(Handlers::OF.iter().filter_map(of).collect())
+    }
+
+    fn put_back(&self) {
+        for (signal, handler) in &self.0 {
+            // SAFETY: a handler that the process had.
+            unsafe { libc::sigaction(*signal, handler, std::ptr::null_mut()) };
+        }
     }
 }
 

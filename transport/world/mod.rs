@@ -448,7 +448,10 @@ impl World {
     pub fn with_nodes(self, sizes: &[usize]) -> Result<World> {
         check_nodes(sizes, self.size)?;
         let family = match self.family.generation {
-            0 => Arc::new(Family::first(self.size, sizes)),
+            0 => {
+                let hosts = self.family.hosts.clone();
+                Arc::new(Family { hosts, ..Family::first(self.size, sizes) })
+            }
             _ => self.family.clone(),
         };
         Ok(World { nodes: sizes.into(), family, ..self })
