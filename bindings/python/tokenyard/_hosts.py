@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import uuid
@@ -29,7 +30,7 @@ from typing import Any, Callable, Dict, List, MutableSet, NamedTuple, Optional
 
 from ._calls import AllToAll
 from ._native import ConfigError, Error, Proxy, TransportError, World
-from ._worlds import host, refuse
+from ._worlds import by_ranks, host, refuse
 
 __all__ = ["Hosts", "set_network"]
 
@@ -44,6 +45,8 @@ _READ: Dict[str, Callable[[str], Any]] = {
 _SHARED = ("nics", "silence", "seed")
 # Those that may reach a GPU's memory.
 _RDMA = ("efa", "verbs")
+# As many as a rank may have.
+_MOST_NICS = 4
 # A rank that computes on all cores may leave its proxy without one for longer than the proxy's own default, 1 s.
 _SILENCE = 10.0
 
@@ -76,8 +79,9 @@ def set_network(
     `TOKENYARD_NETWORK`; `None`: again as the variable says. Local; all ranks choose the same.
 
     `network`: "auto" (EFA, else verbs, where all ranks have it, else TCP), "verbs", "efa", "tcp", "shm" or "simulated".
-    `nics`: NICs of each rank (1). `names`: devices of verbs or domains of EFA (by default all; NIC i uses number i modulo
-    their number). `source`: for TCP the local address. `silence`: seconds after which a silent rank is lost (10).
+    `names`: devices of verbs or domains of EFA; by default those near the GPU, or all that there are. `nics`: NICs of
+    each rank; by default as many as the names of the rank that has most, or 1. NIC i uses name i modulo their number.
+    `source`: for TCP the local address. `silence`: seconds after which a silent rank is lost (10).
     `core`: a CPU to pin this rank's proxy to. `seed`: of the simulated network. `nics`, `silence` and `seed` are the
     same on all ranks. Raises `ValueError` for what none of them can be."""
     if network is None:
@@ -190,8 +194,9 @@ class Hosts:
                 refuse(ConfigError, f"rank {rank}: {each['refused']}")
         terms = [each["terms"] for each in ranks]
         if len(set(terms)) > 1:
-            named = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(terms))
-            refuse(ConfigError, f"the network between hosts is {named}: set TOKENYARD_NETWORK alike on all ranks")
+            refuse(
+                ConfigError, f"the network between hosts is {by_ranks(terms)}: set TOKENYARD_NETWORK alike on all ranks"
+            )
         self._terms = terms[0]
         self._here = [each["host"] for each in ranks].count(own["host"])
         self._source = _source(own, ranks)
@@ -216,15 +221,18 @@ class Hosts:
                 _warn_once(f"the network {network} is left out: {error}")
         if self._network.name == "auto":
             _warn_once(
-                "ranks are on several hosts, and no kind of RDMA NIC is on all of them: TCP links them, through the "
-                "kernel. Set TOKENYARD_NETWORK=tcp if that is meant; else see `tokenyard doctor`"
+                "ranks are on several hosts, and no network of RDMA NICs could be opened on all of them: TCP links them, "
+                "through the kernel. Set TOKENYARD_NETWORK=tcp if that is meant; else see `tokenyard doctor`"
             )
         return self._open_one(last, gpu)
 
     def _open_one(self, network: str, gpu: Optional[int]) -> _Opened:
-        options = {"silence": _SILENCE, "spinners": 2 * self._here, **self._network.options}
+        options: Dict[str, Any] = {"silence": _SILENCE, "spinners": 2 * self._here, **self._network.options}
         if network in _RDMA:
             options["gpu"] = gpu
+            names = options.setdefault("names", [] if gpu is None else near(_address_of(gpu)))
+            most = max(each["nics"] for each in self._exchange({"nics": len(names)}))
+            options.setdefault("nics", min(max(most, 1), _MOST_NICS))
         if network == "tcp":
             options.setdefault("source", self._source)
         proxy, failure = None, None
@@ -293,6 +301,27 @@ def _nics() -> List[str]:
         elif any("ACTIVE" in _text(state) for state in glob.glob(f"{folder}/ports/*/state")):
             found.add("verbs")
     return sorted(found)
+
+
+def near(gpu: str, *record: str) -> List[str]:
+    """The NICs near the GPU of a PCI address, as `tokenyard topology` chooses them; none where it knows none. `record`:
+    further arguments of the program."""
+    command = [sys.executable, "-m", "tokenyard", "topology", "--json", "-", *record]
+    try:
+        shown = subprocess.run(command, capture_output=True, check=True, timeout=30, text=True)
+        gpus = json.loads(shown.stdout)["gpus"]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _warn_once(f"NICs are not chosen by GPUs: {error}")
+        return []
+    return [nic["name"] for each in gpus if each["gpu"] == gpu for nic in each["nics"]]
+
+
+def _address_of(gpu: int) -> str:
+    """The PCI address of a GPU of this process."""
+    properties: Any = sys.modules["torch"].cuda.get_device_properties(gpu)
+    # Older torch does not say.
+    numbers = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _text(path: str) -> str:

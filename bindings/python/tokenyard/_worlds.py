@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Type
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Type
 
 from ._native import ConfigError, Error
 from ._native import World as World
 
-__all__ = ["World", "host", "most_tokens", "refuse", "world_of_group", "world_over"]
+__all__ = ["World", "by_ranks", "host", "most_tokens", "refuse", "world_of_group", "world_over"]
 
 
 def refuse(kind: Type[Error], text: str) -> NoReturn:
@@ -21,6 +21,17 @@ def refuse(kind: Type[Error], text: str) -> NoReturn:
     error = kind(text)
     error.fatal = False
     raise error
+
+
+def by_ranks(values: Sequence[str]) -> str:
+    """Values with their ranks, for messages."""
+
+    def ranks_of(value: str) -> str:
+        ranks = [str(rank) for rank, each in enumerate(values) if each == value]
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        return f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:4])}{more}"
+
+    return "; ".join(ranks_of(value) for value in dict.fromkeys(values))
 
 
 def host() -> str:
@@ -87,7 +98,7 @@ def _nodes(ranks: List[Dict[str, Any]]) -> List[int]:
     """Sizes of nodes, by what all ranks report: all of them find the same, or raise the same."""
     given = {each["nodes"] for each in ranks}
     if len(given) > 1:
-        named = ", ".join(f"{each['nodes'] or 'not set'} on rank {rank}" for rank, each in enumerate(ranks))
+        named = by_ranks(["not set" if each["nodes"] is None else repr(each["nodes"]) for each in ranks])
         refuse(ConfigError, f"TOKENYARD_NODES is {named}: give all ranks the same, or none of them")
     (text,) = given
     labels = [each["host"] for each in ranks] if text is None else _labels(text, ranks)
