@@ -28,6 +28,7 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
     for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
+HOSTS, OF_GROUPS = f"{PACKAGE}/_hosts.py", f"{PACKAGE}/_worlds.py"
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
@@ -115,6 +116,16 @@ MUTANTS = [
     ("a NaN within the bound", BENCH, "(~(error <= bound)).sum()", "(error > bound).sum()", "test_bench.py"),
     ("scales not compared", BENCH, "(words[rows] != _bytes(self.scales[tokens])).sum()", "(words[rows] != words[rows]).sum()",
      "test_bench.py"),
+    ("a network that one rank could not open", HOSTS, 'if each["failed"] and proxy is not None:', "if proxy is None:",
+     "test_hosts.py"),
+    ("a proxy whose peers have gone", HOSTS, 'if all(number in each["have"] for each in ranks)]', "if number in fit]",
+     "test_hosts.py"),
+    ("no proxy beside a full one", HOSTS, 'if all(each["full"] for each in self._exchange({"full": full})):',
+     'if self._exchange({"full": full}) is None:', "test_hosts.py"),
+    ("terms of the first rank alone", HOSTS, "if len(set(terms)) > 1:", "if len(terms) < 1:", "test_hosts.py"),
+    ("nodes counted by the group's ranks", OF_GROUPS, 'nodes[each["rank"] if len(nodes) == job else rank]', "nodes[rank]",
+     "test_hosts.py"),
+    ("ranks of other hosts counted", OF_GROUPS, "local_rank=hosts[:rank].count(hosts[rank])", "local_rank=rank", "test_hosts.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().extend(capsule);", "drop(capsule);", "test_dlpack.py"),
 ]
 

@@ -1,8 +1,8 @@
 """Contexts of ranks that may be on several hosts: the network between nodes, and this rank's proxies.
 
 `deep_ep` and the integrations make their contexts by `Hosts`. Where the world has one node it opens nothing. Where it
-has several, all ranks agree on a network first (`TOKENYARD_NETWORK` or `set_network`), and each rank opens it and starts
-a proxy. A proxy serves four contexts at a time, of any `Hosts` of the same ranks; further contexts get another one.
+has several, all ranks agree on a network first (`TOKENYARD_NETWORK` or `set_network`), and each rank opens it and
+starts a proxy. A proxy serves four contexts at a time, of any `Hosts` of the same ranks; further contexts get another one.
 
     Hosts(world) ── terms of all ranks ─▶ a proxy that all ranks have, or a new one
     context()    ── proxies that all ranks have ─▶ AllToAll over the first with room, or over a new one
@@ -14,6 +14,7 @@ interpreter ends are closed first, so that what they have sent leaves before the
 from __future__ import annotations
 
 import atexit
+import functools
 import glob
 import ipaddress
 import json
@@ -218,13 +219,18 @@ class Hosts:
             try:
                 return self._open_one(network, gpu)
             except (Error, ValueError) as error:
-                _warn_once(f"the network {network} is left out: {error}")
+                self._warn(f"the network {network} is left out: {error}")
         if self._network.name == "auto":
-            _warn_once(
-                "ranks are on several hosts, and no network of RDMA NICs could be opened on all of them: TCP links them, "
-                "through the kernel. Set TOKENYARD_NETWORK=tcp if that is meant; else see `tokenyard doctor`"
+            self._warn(
+                "ranks are on several hosts, and no network of RDMA NICs could be opened on all of them: TCP links "
+                "them, through the kernel. Set TOKENYARD_NETWORK=tcp if that is meant; else see `tokenyard doctor`"
             )
         return self._open_one(last, gpu)
+
+    def _warn(self, text: str) -> None:
+        """What all ranks found, as one of them logs it."""
+        if self.world.rank == 0:
+            _warn_once(text)
 
     def _open_one(self, network: str, gpu: Optional[int]) -> _Opened:
         options: Dict[str, Any] = {"silence": _SILENCE, "spinners": 2 * self._here, **self._network.options}
@@ -337,6 +343,7 @@ def _address() -> Optional[str]:
     return os.environ.get("TOKENYARD_ADDR") or _toward(os.environ.get("MASTER_ADDR"))
 
 
+@functools.lru_cache(maxsize=None)
 def _toward(other: Optional[str]) -> Optional[str]:
     """This host's address on the way to another one; nothing is sent."""
     if not other:
@@ -351,8 +358,8 @@ def _toward(other: Optional[str]) -> Optional[str]:
 
 
 def _source(own: Dict[str, Any], ranks: List[Dict[str, Any]]) -> Optional[str]:
-    """The address of this rank's TCP connections; `None`: the provider's choice. On the host of `MASTER_ADDR` the way to
-    it is a loopback, which other hosts cannot reach: there it is the address that leads to another host."""
+    """The address of this rank's TCP connections; `None`: the provider's choice. On the host of `MASTER_ADDR` the way
+    to it may be a loopback, which other hosts cannot reach: there it is the address that leads to another host."""
     address: Optional[str] = own["address"]
     if address is not None and _is_loopback(address):
         for each in ranks:

@@ -10,7 +10,7 @@ import os
 import socket
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Type
 
-from ._native import ConfigError, Error
+from ._native import BootstrapError, ConfigError, Error
 from ._native import World as World
 
 __all__ = ["World", "by_ranks", "host", "most_tokens", "refuse", "world_of_group", "world_over"]
@@ -48,8 +48,8 @@ def host() -> str:
 
 
 def world_of_group(group: Any = None) -> World:
-    """The world of a torch.distributed group of processes, by its all-gather; `None`: the default group. Ranks of a host
-    are a node, unless `TOKENYARD_NODES` says otherwise.
+    """The world of a torch.distributed group of processes, by its all-gather; `None`: the default group. Ranks of a
+    host are a node, unless `TOKENYARD_NODES` says otherwise.
 
     Collective. The group may be of any backend; its own timeout is the deadline. It is used when contexts are built,
     and not by dispatch and combine.
@@ -81,11 +81,25 @@ def world_over(
         "job": size if job_size is None else job_size,
     }
     # The deadline is the all-gather's own.
-    ranks = [json.loads(part) for part in all_gather("hosts of ranks", json.dumps(own).encode(), 30.0)]
+    parts = all_gather("hosts of ranks", json.dumps(own).encode(), 30.0)
+    ranks = [_report(each, part) for each, part in enumerate(parts)]
     nodes = _nodes(ranks)
     hosts = [each["host"] for each in ranks]
     world = World.over(rank, size, all_gather, local_rank=hosts[:rank].count(hosts[rank]))
     return world if len(nodes) == 1 else world.with_nodes(nodes)
+
+
+def _report(rank: int, part: bytes) -> Dict[str, Any]:
+    """What a rank reports of its host."""
+    try:
+        report = json.loads(part)
+        return {name: report[name] for name in ("host", "nodes", "rank", "job")}
+    except (KeyError, TypeError, ValueError):
+        refuse(
+            BootstrapError,
+            f"rank {rank} reports no host: see that all ranks have the same version of tokenyard, and make the same "
+            "collective calls in the same order",
+        )
 
 
 def most_tokens(world: World) -> int:
@@ -119,8 +133,8 @@ def _nodes(ranks: List[Dict[str, Any]]) -> List[int]:
         if labels[rank] == labels[rank - 1] and ranks[rank]["host"] != ranks[rank - 1]["host"]:
             refuse(
                 ConfigError,
-                f"TOKENYARD_NODES is {text}: it has ranks {rank - 1} and {rank} of the group in one node, and they are on "
-                "several hosts: leave it out, or give sizes of nodes that are on one host each",
+                f"TOKENYARD_NODES is {text}: it has ranks {rank - 1} and {rank} of the group in one node, and they are "
+                "on several hosts: leave it out, or give sizes of nodes that are on one host each",
             )
     return sizes
 

@@ -12,7 +12,7 @@ instead. There are two backends:
   are quantised in dispatch where experts take fp8 in blocks of 128, and weights are applied in combine.
 
 Layers of one shape share a context, which is made with the first of them for vLLM's `max_num_tokens`. Ids are int32 or
-int64. The hidden size is a multiple of 8 elements, and of 128 where fp8 rows travel. Ranks are those of one host.
+int64. The hidden size is a multiple of 8 elements, and of 128 where fp8 rows travel. Ranks may be on several hosts.
 Not taken: microbatches (`--enable-dbo`), whose backends vLLM names in its own code, and elastic expert parallelism.
 """
 
