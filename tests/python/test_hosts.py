@@ -1,7 +1,7 @@
 """Ranks on several hosts, simulated on one: buffers and layers of engines, whose code is the same as on one host.
 
-Ranks are forks of a program, in gloo groups, whose nodes `TOKENYARD_NODES` names, or whose hosts a test does. What calls
-must return is in the tests of one host, which run here over nodes.
+Ranks are forks of a program, in gloo groups, whose nodes `TOKENYARD_NODES` names, or whose hosts a test names. What
+calls must return is in the tests of one host, which run here over nodes.
 """
 
 import importlib
@@ -596,6 +596,30 @@ def test_nics_near_a_gpu():
     record = str(ROOT / "tests" / "data" / "topology" / "p5")
     assert _hosts.near("0000:64:00.0", "--from", record) == ["rdmap96s0", "rdmap97s0", "rdmap98s0", "rdmap99s0"]
     assert _hosts.near("0000:00:00.0", "--from", record) == []
+
+
+def test_nics_of_a_rank_are_of_its_network_and_near_its_gpu(monkeypatch):
+    """Stand-ins for a GPU and NICs; the proxy notes what it is given."""
+    from types import SimpleNamespace as Things
+
+    numbers = Things(pci_domain_id=0, pci_bus_id=0x64, pci_device_id=0)
+    made, near = [], {"0000:64:00.0": ["rdmap96s0", "mlx5_9", "rdmap97s0"]}
+    monkeypatch.setattr(_hosts.sys.modules["torch"].cuda, "get_device_properties", lambda gpu: {3: numbers}[gpu])
+    monkeypatch.setattr(_hosts, "_kinds", lambda: {"rdmap96s0": "efa", "rdmap97s0": "efa", "mlx5_9": "verbs"})
+    monkeypatch.setattr(_hosts, "near", near.get)
+    monkeypatch.setattr(_hosts, "Proxy", lambda world, network, **options: made.append((network, options)) or Things())
+    world = tokenyard.World.threads(1)[0]
+    hosts = _hosts.Hosts(world)
+    for stated, network, gpu, nics, names in (
+        ({}, "efa", 3, 2, ["rdmap96s0", "rdmap97s0"]), ({}, "verbs", 3, 1, ["mlx5_9"]), ({}, "efa", None, 1, []),
+        ({"names": list("abcdef")}, "efa", 3, 4, list("abcdef")), ({"nics": 3}, "efa", 3, 3, ["rdmap96s0", "rdmap97s0"]),
+    ):
+        hosts._network, hosts._here = _hosts._Network("auto", stated), 8
+        opened = hosts._open_one(network, gpu)
+        assert made.pop() == (network, dict(silence=10.0, spinners=16, gpu=gpu, nics=nics, names=names))
+        # A context on another GPU needs another proxy, one on the CPU does not; nor does one of another statement.
+        asked = [opened.serves(world, hosts._network, other) for other in (gpu, None, 5)]
+        assert asked == [True, True, False] and not opened.serves(world, _hosts._Network("auto", {"nics": 4}), gpu)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `deep_ep` and the integrations make their contexts by `Hosts`. Where the world has one node it opens nothing. Where it
 has several, all ranks agree on a network first (`TOKENYARD_NETWORK` or `set_network`), and each rank opens it and
-starts a proxy. A proxy serves four contexts at a time, of any `Hosts` of the same ranks; further contexts get another one.
+starts a proxy. A proxy serves four contexts at a time, of any `Hosts` of the same ranks; further contexts get another
+one.
 
     Hosts(world) ── terms of all ranks ─▶ a proxy that all ranks have, or a new one
     context()    ── proxies that all ranks have ─▶ AllToAll over the first with room, or over a new one
@@ -127,16 +128,16 @@ class _Opened:
     """A network that was opened, and this rank's proxy of it."""
 
     def __init__(
-        self, world: World, number: str, terms: str, network: str, gpu: Optional[int], proxy: Proxy
+        self, world: World, number: str, stated: _Network, network: str, gpu: Optional[int], proxy: Proxy
     ) -> None:
         self.place, self.process = (world.rank, world.size), os.getpid()
         # The same on all ranks, and on no others.
         self.number = number
-        self.terms, self.network, self.gpu, self.proxy = terms, network, gpu, proxy
+        self.stated, self.network, self.gpu, self.proxy = stated, network, gpu, proxy
 
-    def serves(self, world: World, terms: str, gpu: Optional[int]) -> bool:
+    def serves(self, world: World, stated: _Network, gpu: Optional[int]) -> bool:
         """Whether contexts of this world may have it, as far as this rank knows."""
-        same = self.place == (world.rank, world.size) and self.process == os.getpid() and self.terms == terms
+        same = self.place == (world.rank, world.size) and self.process == os.getpid() and self.stated == stated
         return same and (gpu is None or gpu == self.gpu or self.network not in _RDMA)
 
 
@@ -198,7 +199,6 @@ class Hosts:
             refuse(
                 ConfigError, f"the network between hosts is {by_ranks(terms)}: set TOKENYARD_NETWORK alike on all ranks"
             )
-        self._terms = terms[0]
         self._here = [each["host"] for each in ranks].count(own["host"])
         self._source = _source(own, ranks)
         self._networks = [self._network.name]
@@ -208,7 +208,7 @@ class Hosts:
     def _common(self, gpu: Optional[int]) -> List[_Opened]:
         """The proxies that all ranks have, for contexts on this GPU or on the CPU, in the same order on all of them."""
         with _LOCK:
-            fit = {each.number: each for each in _OPENED if each.serves(self.world, self._terms, gpu)}
+            fit = {each.number: each for each in _OPENED if each.serves(self.world, self._network, gpu)}
         ranks = self._exchange({"have": list(fit)})
         return [fit[number] for number in ranks[0]["have"] if all(number in each["have"] for each in ranks)]
 
@@ -236,7 +236,7 @@ class Hosts:
         options: Dict[str, Any] = {"silence": _SILENCE, "spinners": 2 * self._here, **self._network.options}
         if network in _RDMA:
             options["gpu"] = gpu
-            names = options.setdefault("names", [] if gpu is None else near(_address_of(gpu)))
+            names = options.setdefault("names", _near(gpu, network))
             most = max(each["nics"] for each in self._exchange({"nics": len(names)}))
             options.setdefault("nics", min(max(most, 1), _MOST_NICS))
         if network == "tcp":
@@ -254,13 +254,17 @@ class Hosts:
                 raise failure from None
             raise
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # Its frames have this one, which is not to have it.
+                del failure
         for rank, each in enumerate(ranks):
             if each["failed"] and proxy is not None:
                 proxy.close()
                 refuse(TransportError, f"rank {rank} could not open the network {network}: {each['failed']}")
         assert proxy is not None
-        opened = _Opened(self.world, ranks[0]["number"], self._terms, network, gpu, proxy)
+        opened = _Opened(self.world, ranks[0]["number"], self._network, network, gpu, proxy)
         with _LOCK:
             _OPENED.add(opened)
         _log.info("rank %d of %d: opened %s", self.world.rank, self.world.size, network)
@@ -300,13 +304,34 @@ def _warn_once(text: str) -> None:
 
 def _nics() -> List[str]:
     """Kinds of RDMA NICs of this host: "efa"; "verbs" where a port is active."""
-    found = set()
+    return sorted(set(_kinds().values()))
+
+
+def _kinds() -> Dict[str, str]:
+    """Names of this host's usable RDMA NICs, and the network of each."""
+    found = {}
     for folder in glob.glob("/sys/class/infiniband/*"):
+        name = os.path.basename(folder)
         if os.path.basename(os.path.realpath(f"{folder}/device/driver")) == "efa":
-            found.add("efa")
+            found[name] = "efa"
         elif any("ACTIVE" in _text(state) for state in glob.glob(f"{folder}/ports/*/state")):
-            found.add("verbs")
-    return sorted(found)
+            found[name] = "verbs"
+    return found
+
+
+def _near(gpu: Optional[int], network: str) -> List[str]:
+    """The NICs of a network near a GPU of this process; none: the network's own choice."""
+    kinds = _kinds()
+    if gpu is None or network not in kinds.values():
+        return []
+    try:
+        properties: Any = sys.modules["torch"].cuda.get_device_properties(gpu)
+        # Older torch lacks them.
+        numbers = [properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id]
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        _warn_once(f"NICs are not chosen by GPUs: {error}")
+        return []
+    return [name for name in near("{:04x}:{:02x}:{:02x}.0".format(*numbers)) if kinds.get(name) == network]
 
 
 def near(gpu: str, *record: str) -> List[str]:
@@ -320,14 +345,6 @@ def near(gpu: str, *record: str) -> List[str]:
         _warn_once(f"NICs are not chosen by GPUs: {error}")
         return []
     return [nic["name"] for each in gpus if each["gpu"] == gpu for nic in each["nics"]]
-
-
-def _address_of(gpu: int) -> str:
-    """The PCI address of a GPU of this process."""
-    properties: Any = sys.modules["torch"].cuda.get_device_properties(gpu)
-    # Older torch does not say.
-    numbers = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _text(path: str) -> str:
