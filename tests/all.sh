@@ -292,6 +292,9 @@ python() {
   .venv-python/bin/mypy
   .venv-python/bin/python -m mypy.stubtest tokenyard._native
   .venv-python/bin/python -m pytest -q -rs tests/python
+  # Engines once more, between two nodes.
+  PYTHONPATH=$PWD/tests/python/nodes TOKENYARD_NETWORK=simulated \
+    .venv-python/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{sglang,vllm}.py
   if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)'; then
     .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
     .venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py

@@ -28,6 +28,7 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
     for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
+HOSTS = f"{PACKAGE}/_hosts.py"
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
@@ -131,7 +132,17 @@ MUTANTS = [
      "test_bench.py"),
     ("options of ranks not compared", BENCH, "if others[name] != of_ranks[0][name]:", "if False:", "test_bench.py"),
     ("a reader that has gone an error", PROGRAM, "if not isinstance(error, BrokenPipeError):", "if error:", "test_program.py"),
-    ("a group's ranks on the GPUs of others", GROUPS, "else dist.get_rank()\n", "else rank\n", "test_torch.py"),
+    ("a group's ranks on the GPUs of others", GROUPS, "else job[0] if job[1] != size", "else rank if job[1] != size", "test_torch.py"),
+    ("a network that one rank could not open", HOSTS, 'if each["failed"] and proxy is not None:', "if proxy is None:",
+     "test_hosts.py"),
+    ("a proxy whose peers have gone", HOSTS, 'if all(number in each["have"] for each in ranks)]', "if number in fit]",
+     "test_hosts.py"),
+    ("no proxy beside a full one", HOSTS, 'if all(each["full"] for each in self._exchange({"full": full})):',
+     'if self._exchange({"full": full}) is None:', "test_hosts.py"),
+    ("terms of the first rank alone", HOSTS, "if len(set(terms)) > 1:", "if len(terms) < 1:", "test_hosts.py"),
+    ("nodes counted by the group's ranks", GROUPS, 'nodes[each["rank"] if len(nodes) == job else rank]', "nodes[rank]",
+     "test_hosts.py"),
+    ("ranks of other hosts counted", GROUPS, "local_rank = hosts[:rank].count(hosts[rank])", "local_rank = rank", "test_hosts.py"),
 ]
 
 

@@ -108,7 +108,13 @@ def in_world(work, ranks=RANKS, **how):
 def dispatched(buffer, tokens, x, weights=True, **how):
     r = buffer.rank
     of_rank, of_rdma_rank, of_expert, named, _ = buffer.get_dispatch_layout(tokens.ids[r], EXPERTS)
-    assert of_rdma_rank is None
+    nodes = buffer._world.nodes
+    first_ranks = [sum(nodes[:node]) for node in range(len(nodes))]
+    for node, first in enumerate(first_ranks if len(nodes) > 1 else []):
+        there = set(range(first, first + nodes[node]))
+        wanted = sum(bool(there & {e // LOCAL for e in ids if e >= 0}) for ids in tokens.ids[r].tolist())
+        assert of_rdma_rank.dtype == torch.int32 and int(of_rdma_rank[node]) == wanted
+    assert len(nodes) > 1 or of_rdma_rank is None
     given = dict(topk_idx=tokens.ids[r], topk_weights=tokens.weights[r] if weights else None) | how
     got = buffer.dispatch(
         x, num_tokens_per_rank=of_rank, is_token_in_rank=named, num_tokens_per_expert=of_expert, **given
@@ -292,7 +298,7 @@ def test_normal_calls_without_a_wait_for_counts():
         same(y, (2 * tokens.named(r).sum(1, keepdim=True)).expand(-1, HIDDEN).bfloat16())
         buffer._open().barrier()
         if tokens.counts[r] > 1:
-            with pytest.raises(ValueError, match="num_worst_tokens is 3, for 1 tokens of each of 3 ranks, and x has"):
+            with pytest.raises(ValueError, match=f"num_worst_tokens is 3, for 1 tokens of each of {RANKS} ranks, and x has"):
                 dispatched(buffer, tokens, x, num_worst_tokens=3)
 
     in_world(work)

@@ -13,6 +13,7 @@ import sys as _sys
 
 from ._calls import AllToAll, Dispatched
 from ._errors import make_picklable as _make_picklable
+from ._hosts import set_network
 from ._native import (
     ArgumentError,
     BootstrapError,
@@ -60,5 +61,5 @@ __all__ = [
     "AllToAll", "ArgumentError", "BootstrapError", "CapacityError", "ClosedError", "CombineSent", "ConfigError",
     "DeviceError", "Dispatched", "Error", "Format", "GenerationError", "Handle", "IncompleteError",
     "InterruptedError", "OrderError", "Output", "PeerLostError", "Proxy", "RankMask", "RoutingError", "Sent", "TimeoutError",
-    "TransportError", "World", "__version__", "install_as",
+    "TransportError", "World", "__version__", "install_as", "set_network",
 ]

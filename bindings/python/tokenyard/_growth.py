@@ -11,7 +11,7 @@ from typing import List, Tuple
 
 import torch
 
-from ._native import World
+from ._worlds import World, most_tokens
 
 # Fewest tokens for which a context is made.
 _LEAST = 128
@@ -22,7 +22,7 @@ def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
 
     `before`: what there is room for already. `limit`: up to which the number is rounded.
     """
-    return max(before, rounded(most(world, tokens)[0], limit))
+    return max(before, rounded(most(world, tokens)[0], min(limit, most_tokens(world))))
 
 
 def most(world: World, *numbers: int) -> List[int]:

@@ -34,6 +34,7 @@ import torch  # noqa: E402
 import tokenyard  # noqa: E402
 
 from . import _program  # noqa: E402
+from ._hosts import Hosts  # noqa: E402
 from ._tensors import TYPES  # noqa: E402
 
 # Functions of torch.cuda have no types.
@@ -200,21 +201,30 @@ class Reference:
             begin += count
         return made
 
-    def sums(self, rank: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """A rank's weighted sums, and the bound of their error by docs/design.md: fp64 `[tokens, hidden]`."""
+    def sums(self, rank: int, nodes: Sequence[int]) -> Tuple[torch.Tensor, torch.Tensor]:
+        """A rank's weighted sums, and the bound of their error by docs/design.md: fp64 `[tokens, hidden]`. `nodes`: ranks
+        of each."""
         tokens = torch.arange(rank * self.shape.tokens, (rank + 1) * self.shape.tokens)
         unit = UNIT[self.shape.combine_dtype]
         exact = torch.zeros((len(tokens), self.shape.hidden), dtype=torch.float64)
         terms, lost = torch.zeros_like(exact), torch.zeros_like(exact)
-        for owner in range(self.shape.world):
-            part, sizes = self.partial(owner, tokens)
-            exact, terms, lost = exact + part, terms + sizes, lost + unit * part.abs()
+        first = 0
+        for node in nodes:
+            of_node = torch.zeros_like(exact)
+            for owner in range(first, first + node):
+                part, sizes = self.partial(owner, tokens)
+                of_node, terms, lost = of_node + part, terms + sizes, lost + unit * part.abs()
+            exact = exact + of_node
+            if not first <= rank < first + node:
+                # A node's sum is rounded on its way to another node.
+                lost = lost + unit * of_node.abs()
+            first += node
         fp32 = (self.shape.top_k + self.shape.world + 2) * 2.0**-24 * terms
         return exact, 1.02 * (lost + unit * exact.abs() + fp32) + 1e-30
 
-    def wrong_sums(self, rank: int, out: torch.Tensor) -> Tuple[int, float]:
+    def wrong_sums(self, rank: int, out: torch.Tensor, nodes: Sequence[int]) -> Tuple[int, float]:
         """Elements of a rank's sums, on the CPU, beyond the bound, and the largest error relative to its sum."""
-        exact, bound = self.sums(rank)
+        exact, bound = self.sums(rank, nodes)
         error = (out.double() - exact).abs()
         # A NaN is beyond every bound.
         wrong = int((~(error <= bound)).sum())
@@ -274,8 +284,9 @@ class Rank:
                  sms: Optional[int] = None) -> None:
         self.world, self.shape, self.mode, self.device, self.lock = world, shape, mode, device, lock
         self.on_gpu = device.type == "cuda"
-        self.ep = tokenyard.AllToAll(
-            world, hidden=shape.hidden, experts=shape.experts, top_k=shape.top_k, max_tokens_per_rank=shape.tokens,
+        self.hosts = Hosts(world)
+        self.ep = self.hosts.context(
+            hidden=shape.hidden, experts=shape.experts, top_k=shape.top_k, max_tokens_per_rank=shape.tokens,
             device=str(device), dtype=shape.dtype, scales="fp32" if shape.dtype == "fp8" else None,
             combine_dtype=shape.combine_dtype, sms=sms,
         )
@@ -350,7 +361,7 @@ class Rank:
         back, _ = self.clock.time(self.graphs[1].replay if self.graphs else lambda: self._combine(handle))
         self._wait()
         if reference is not None:
-            more, error = reference.wrong_sums(rank, self.out.cpu())
+            more, error = reference.wrong_sums(rank, self.out.cpu(), self.world.nodes)
             wrong += more
             self.rows.copy_(self.random)
         return sending, back, wrong, error

@@ -9,6 +9,7 @@ docs/deep_ep.md has every argument, and what differs.
 
 import torch
 
+from .._hosts import set_network
 from ._buffer import Buffer
 from ._config import Config
 from ._elastic import ElasticBuffer, EPHandle
@@ -19,5 +20,6 @@ topk_idx_t = torch.int64
 """The type of experts' numbers that DeepEP asks for; int32 is taken as well."""
 
 __all__ = [
-    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "HybridEPBuffer", "topk_idx_t",
+    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "HybridEPBuffer", "set_network",
+    "topk_idx_t",
 ]

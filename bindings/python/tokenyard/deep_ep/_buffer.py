@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -64,7 +65,8 @@ class LowLatencyHandle(Tuple[Any, ...]):
 class Buffer:
     """DeepEP's communication buffer. The byte sizes and queue pairs are kept to be read; memory is taken by what calls
     need. `group`: of torch.distributed, with any backend, or a `tokenyard.World`; `comm`: an MPI communicator instead.
-    Collective, as all calls but those that say so; ranks are those of one host.
+    Collective, as all calls but those that say so. Ranks may be on several hosts, linked by the network of
+    `set_network` or `TOKENYARD_NETWORK`, which is opened here.
 
     Tensors are on a GPU or on the CPU. Calls of a kind that is new, or has more tokens, experts or choices than before,
     make a context first, which a capture cannot do."""
@@ -97,6 +99,8 @@ class Buffer:
             raise ValueError("group and comm are both missing: give one of them")
         self.group = group if group is not None else comm
         self._world: Optional[World] = world_of(group, comm)
+        if enable_shrink and len(self._world.nodes) > 1:
+            raise NotImplementedError("enable_shrink is set, and ranks are on several hosts: leave it out there")
         self.rank, self.group_size = self._world.rank, self._world.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
@@ -111,7 +115,7 @@ class Buffer:
     def destroy(self) -> None:
         """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on."""
         self._normal.close()
-        self._low_latency.clean()
+        self._low_latency.close()
         self._dispatched = self._combined = None
         self._world = None
 
@@ -170,9 +174,10 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor, torch.Tensor, EventOverlap]:
-        """Tokens for each rank int32 `[ranks]`, None, tokens for each expert int32 `[num_experts]`, and which token goes
-        to which rank bool `[tokens, ranks]`, of `topk_idx` `[tokens, top_k]` with -1 for none. Local."""
-        ranks = self._open().size
+        """Tokens for each rank int32 `[ranks]`, for each host int32 `[hosts]` where there are several (else None), and for
+        each expert int32 `[num_experts]`, and which token goes to which rank bool `[tokens, ranks]`, of `topk_idx`
+        `[tokens, top_k]` with -1 for none. Local."""
+        ranks, nodes = self._open().size, self._open().nodes
         must_divide(num_experts, ranks)
         _checks.choices(topk_idx)
 
@@ -186,10 +191,12 @@ class Buffer:
             named = torch.zeros((topk_idx.shape[0], ranks + 1), dtype=torch.bool, device=topk_idx.device)
             named.scatter_(1, owner, True)
             named = named[:, :ranks].contiguous()
-            return named.sum(0, dtype=torch.int32), experts[:num_experts], named
+            of_nodes: Any = torch.tensor_split(named, list(itertools.accumulate(nodes))[:-1], 1)
+            of_host = torch.stack([of_node.any(1).sum(dtype=torch.int32) for of_node in of_nodes])
+            return named.sum(0, dtype=torch.int32), of_host, experts[:num_experts], named
 
-        (of_rank, of_expert, named), event = self._on_comm([topk_idx], previous_event, async_finish, work)
-        return of_rank, None, of_expert, named, event
+        (of_rank, of_host, of_expert, named), event = self._on_comm([topk_idx], previous_event, async_finish, work)
+        return of_rank, of_host if len(nodes) > 1 else None, of_expert, named, event
 
     def dispatch(
         self,

@@ -12,6 +12,7 @@ import torch
 from .. import _growth
 from .._calls import AllToAll
 from .._errors import Found
+from .._hosts import Hosts
 from .._native import Error, Format, Handle, World
 from .._tensors import device_of
 
@@ -83,6 +84,7 @@ class Normal:
 
     def __init__(self, world: World, timeout: float, round_tokens: int) -> None:
         self._world, self._timeout, self._round_tokens = world, timeout, round_tokens
+        self._hosts = Hosts(world)
         self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
 
     def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
@@ -127,8 +129,9 @@ class Normal:
             self._make(self._made[0], x.shape[0], sms)
 
     def close(self) -> None:
-        """Gives the context up."""
+        """Gives the context up, for good."""
         self._made = None
+        self._hosts.close()
 
     def _make(self, wanted: Wanted, tokens: int, sms: Optional[int]) -> AllToAll:
         before = 0 if self._made is None else self._made[1]
@@ -143,8 +146,8 @@ class Normal:
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = None
-        ep = AllToAll(
-            self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
+        ep = self._hosts.context(
+            hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
             dispatch_payload_words=wanted.words, placement=_growth.placement(experts, ranks), timeout=self._timeout,
             sms=sms, round_tokens=self._round_tokens if room > self._round_tokens else None,
@@ -157,7 +160,7 @@ class LowLatency:
     """The context of low-latency calls."""
 
     def __init__(self, world: World, timeout: float, shrinks: bool) -> None:
-        self._world, self._timeout, self._shrinks = world, timeout, shrinks
+        self._hosts, self._timeout, self._shrinks = Hosts(world), timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
         self.shapes: Dict[Optional[str], Any] = {}
         """Of dispatches of the context that is there, by the kind of their scales."""
@@ -177,9 +180,9 @@ class LowLatency:
             return self._made[1]
         refuse_capture(x)
         self.clean()
-        ep = AllToAll(
-            self._world, hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens,
-            device=device_of(x), weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
+        ep = self._hosts.context(
+            hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens, device=device_of(x),
+            weights="combine", duplicates=True, timeout=self._timeout, sms=sms,
             missing_ranks="masked_at_deadline" if self._shrinks else "fatal",
         )
         self._made = (key, ep)
@@ -193,6 +196,11 @@ class LowLatency:
         """The next call, of all ranks, makes a new one, whose mask is empty."""
         self._made = None
         self.shapes.clear()
+
+    def close(self) -> None:
+        """Gives the context up, for good."""
+        self._made = None
+        self._hosts.close()
 
 
 class Kept(NamedTuple):

@@ -78,7 +78,7 @@ class EPHandle:
 
 class ElasticBuffer:
     """DeepEP's buffer of version 2. `group`: of torch.distributed, with any backend, or a `tokenyard.World`.
-    Collective, as all calls but those that say so; ranks are those of one host.
+    Collective, as all calls but those that say so. Ranks may be on several hosts, as those of `Buffer`.
 
     `num_max_tokens_per_rank`, `hidden` and `num_topk` are what contexts have room for from the start.
     `num_gpu_timeout_secs`: how long calls wait for another rank. `num_bytes` is kept to be read; memory is taken by
@@ -119,7 +119,7 @@ class ElasticBuffer:
             )
         self._world: Optional[World] = world_of(group, None)
         self.group = group
-        self.rank_idx, self.num_ranks = self._world.rank, self._world.size
+        self.rank_idx, self.num_ranks, self._nodes = self._world.rank, self._world.size, self._world.nodes
         if num_bytes is None:
             num_bytes = _config.elastic_size_hint(
                 self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction
@@ -183,11 +183,12 @@ class ElasticBuffer:
         return self._streams.of(torch.device("cuda", torch.cuda.current_device()))
 
     def get_physical_domain_size(self) -> Tuple[int, int]:
-        """Hosts, and ranks of each: 1 and all ranks. Local."""
-        return 1, self.num_ranks
+        """Hosts, and ranks of each; 1 and all ranks where hosts have different numbers of ranks. Local."""
+        nodes = self._nodes
+        return (len(nodes), nodes[0]) if len(set(nodes)) == 1 else (1, self.num_ranks)
 
     def get_logical_domain_size(self) -> Tuple[int, int]:
-        """As `get_physical_domain_size`. Local."""
+        """1 and all ranks: calls address ranks alike, wherever they are. Local."""
         return 1, self.num_ranks
 
     def get_theoretical_num_sms(

@@ -14,8 +14,10 @@ import torch
 
 from .. import _choices, _growth
 from .._calls import AllToAll
+from .._hosts import Hosts
 from .._native import Format, World
 from .._tensors import device_of, name_of
+from .._worlds import most_tokens
 from ..ops import _weigh
 from ._contexts import Kept, refuse_capture
 from ._shared import must_divide, world_of
@@ -98,8 +100,11 @@ class HybridEPBuffer:
         self.group = group
         self._world: World = world_of(group, None)
         self.rank, self.group_size = self._world.rank, self._world.size
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain, self.num_of_nodes = self.group_size, 1
-        self.local_rank, self.node_rank = self.rank, 0
+        nodes = self._world.nodes
+        self.num_of_nodes, self.node_rank = len(nodes), sum(sum(nodes[: i + 1]) <= self.rank for i in range(len(nodes)))
+        self.local_rank = self.rank - sum(nodes[: self.node_rank])
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes[self.node_rank]
+        self._hosts = Hosts(self._world)
         self._tokens = max_num_of_tokens_per_rank
         self._sms = max(num_sms_dispatch_api or 0, num_sms_combine_api or 0) or None
         self._made: Optional[_Made] = None
@@ -264,11 +269,11 @@ class HybridEPBuffer:
         if choices > _MOST_CHOICES:
             raise ValueError(f"a token of some rank goes to {choices} experts: {_MOST_CHOICES} is the most")
         ranks = self.group_size
-        room, dtype = _growth.rounded(tokens), "fp32" if fp32 else "bf16"
+        room, dtype = _growth.rounded(tokens, most_tokens(self._world)), "fp32" if fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = made = None
-        ep = AllToAll(
-            self._world, hidden=x.shape[1], experts=experts + ranks, top_k=choices, max_tokens_per_rank=room,
+        ep = self._hosts.context(
+            hidden=x.shape[1], experts=experts + ranks, top_k=choices, max_tokens_per_rank=room,
             device=device_of(x), dtype=dtype, combine_dtype=dtype, weights="none", payload_words=choices,
             dispatch_payload_words=2 * choices, placement=_growth.placement(experts, ranks),
             timeout=self.timeout_seconds, sms=self._sms,

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from .._native import World
-from .._worlds import world_of_group
+from .._worlds import world_of_group, world_over
 from .utils import EventHandle, EventOverlap
 
 Event = Optional[Union[EventOverlap, EventHandle]]
@@ -77,7 +77,7 @@ def world_of(group: Any, comm: Any) -> World:
         gathered: List[bytes] = comm.allgather(own)
         return gathered
 
-    return World.over(comm.Get_rank(), comm.Get_size(), all_gather)
+    return world_over(comm.Get_rank(), comm.Get_size(), all_gather)
 
 
 def must_divide(experts: int, ranks: int) -> None:

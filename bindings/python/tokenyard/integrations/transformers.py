@@ -36,9 +36,10 @@ import torch.distributed as dist
 
 from .. import ops
 from .._calls import AllToAll
-from .._worlds import World
 from .._growth import named, notice, placement, room
+from .._hosts import Hosts
 from .._tensors import device_of, name_of
+from .._worlds import World
 
 __all__ = ["TESTED_VERSIONS", "register"]
 
@@ -160,6 +161,7 @@ class _Group:
 
     def __init__(self, group: Any, number: int) -> None:
         self.world, self.number = World.from_group(group), number
+        self.hosts = Hosts(self.world)
 
 
 # By the group, and by what contexts are for. Entries go with the last layer that uses them.
@@ -237,8 +239,8 @@ class _Exchange:
         most = room(world, tokens, self._room)
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._ep = None
-        self._ep = AllToAll(
-            world, hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=most, device=device,
+        self._ep = self._group.hosts.context(
+            hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=most, device=device,
             dtype=dtype, combine_dtype=dtype, weights="none", payload_words=top_k, dispatch_payload_words=2 * top_k,
             placement=placement(experts, world.size), timeout=self._timeout,
         )

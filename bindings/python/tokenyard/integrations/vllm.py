@@ -12,7 +12,7 @@ instead. There are two backends:
   are quantised in dispatch where experts take fp8 in blocks of 128, and weights are applied in combine.
 
 Layers of one shape share a context, which is made with the first of them for vLLM's `max_num_tokens`. Ids are int32 or
-int64. The hidden size is a multiple of 8 elements, and of 128 where fp8 rows travel. Ranks are those of one host.
+int64. The hidden size is a multiple of 8 elements, and of 128 where fp8 rows travel. Ranks may be on several hosts.
 Not taken: microbatches (`--enable-dbo`), whose backends vLLM names in its own code, and elastic expert parallelism.
 """
 
@@ -28,6 +28,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .._calls import AllToAll
+from .._hosts import Hosts
 from .._native import Format, Output
 from .._tensors import TYPES
 from .._worlds import World
@@ -203,16 +204,13 @@ class _Manager:
 
     rank: int
     world_size: int
-    internode: bool
     cpu_group: Any
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)  # type: ignore[call-arg]
         if tcp_store_group is not None:
             raise NotImplementedError("elastic expert parallelism: choose another all2all_backend")
-        if self.internode:
-            raise NotImplementedError("the expert-parallel group spans hosts: expected ranks of one host")
-        self._world: Optional[World] = None
+        self._hosts: Optional[Hosts] = None
         self._contexts: Dict[Tuple[Any, ...], AllToAll] = {}
         self._sms: Optional[int] = None
 
@@ -220,9 +218,9 @@ class _Manager:
         """The context for these arguments of `_context`, which layers share. Collective if it is new."""
         key = (*sorted(kwargs.items()), ("sms", self._sms))
         if key not in self._contexts:
-            if self._world is None:
-                self._world = World.from_group(self.cpu_group)
-            self._contexts[key] = _context(self._world, sms=self._sms, **kwargs)
+            if self._hosts is None:
+                self._hosts = Hosts(World.from_group(self.cpu_group))
+            self._contexts[key] = _context(self._hosts, sms=self._sms, **kwargs)
         return self._contexts[key]
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -232,15 +230,17 @@ class _Manager:
     def destroy(self) -> None:
         """Gives up the contexts; those that classes have live as long as these."""
         self._contexts.clear()
-        self._world = None
+        if self._hosts is not None:
+            self._hosts.close()
+        self._hosts = None
 
 
 def _context(
-    world: World, *, backend: str, hidden: int, experts: int, top_k: int, tokens: int, dtype: str, fp8: bool,
+    hosts: Hosts, *, backend: str, hidden: int, experts: int, top_k: int, tokens: int, dtype: str, fp8: bool,
     device: str, sms: Optional[int],
 ) -> AllToAll:
     """A context for `tokens` of each rank, with experts where vLLM's linear placement has them."""
-    low, ranks = backend == LOW_LATENCY, world.size
+    low, ranks = backend == LOW_LATENCY, hosts.world.size
     first = Format(hidden, tokens, dtype=dtype, combine_dtype=dtype, weights="combine" if low else "dispatch")
     more: List[Format] = []
     for scales in (("fp32", "ue8m0") if low else ("fp32",)) if fp8 else ():
@@ -250,11 +250,11 @@ def _context(
             )
         )
     sizes = [experts // ranks + (rank < experts % ranks) for rank in range(ranks)]
-    return AllToAll(
-        world, hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=tokens, device=device, dtype=dtype,
+    return hosts.context(
+        hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=tokens, device=device, dtype=dtype,
         combine_dtype=dtype, weights=first.weights, room_for=more, duplicates=True, timeout=_TIMEOUT[0], sms=sms,
         placement=[rank for rank, size in enumerate(sizes) for _ in range(size)], handles=_HANDLES,
-        handle_rows=ranks * tokens * (sizes[world.rank] if low else 1),
+        handle_rows=ranks * tokens * (sizes[hosts.world.rank] if low else 1),
         round_tokens=_ROUND_TOKENS if tokens > _ROUND_TOKENS and not low else None,
     )
 
