@@ -5,6 +5,7 @@ DeepEP's normal mode knows no most number of tokens, and a context does: `_growt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -23,6 +24,64 @@ def _capturing(x: torch.Tensor) -> bool:
 def refuse_capture(x: torch.Tensor) -> None:
     if _capturing(x):
         raise RuntimeError("a capture needs a context that is not there: make the same calls once before it, eagerly")
+
+
+class Unreceived:
+    """Calls of a kind in two halves, of which a context receives each before it sends the next. Where an exception
+    comes in between, such as Ctrl-C in the wait for counts or no memory for the output, the next call receives that
+    half first, and its results are nobody's."""
+
+    def __init__(self) -> None:
+        self._left: Optional[Tuple[Callable[[], Any], Callable[[Any], Any]]] = None
+
+    def halves(
+        self,
+        send: Callable[[], Any],
+        prepare: Callable[[Any], Any],
+        receive: Callable[[Any, Any], Any],
+        later: Optional[Callable[[Any], Any]] = None,
+    ) -> Any:
+        """What `receive(sent, prepare(sent))` returns, of what `send` returned. `later`: in place of `prepare` in a
+        later call, which may be called several times; by default `prepare`."""
+        self.finish()
+        later = prepare if later is None else later
+        try:
+            sent = send()
+        except BaseException as error:
+            # Ctrl-C in its wait. An error of the library's says what became of the call.
+            if not isinstance(error, Error) and hasattr(error, "sent"):
+                self._leave(error.sent, later, receive)
+            raise
+        self._leave(sent, later, receive)
+        prepared = prepare(sent)
+        self._left = None
+        return receive(sent, prepared)
+
+    def _leave(self, sent: Any, prepare: Callable[[Any], Any], receive: Callable[[Any, Any], Any]) -> None:
+        self._left = partial(prepare, sent), partial(receive, sent)
+
+    def finish(self) -> None:
+        """Receives what an earlier call left."""
+        if self._left is None:
+            return
+        prepare, receive = self._left
+        try:
+            prepared = prepare()
+        except Error as error:
+            if getattr(error, "fatal", False):
+                self._left = None
+            raise
+        self._left = None
+        try:
+            receive(prepared)
+        except Error as error:
+            # What a call found that took place was for its caller.
+            if getattr(error, "fatal", False):
+                raise
+
+    def drop(self) -> None:
+        """Leaves it unreceived: the context goes."""
+        self._left = None
 
 
 class Wanted(NamedTuple):
@@ -78,17 +137,48 @@ class Counted(NamedTuple):
     """Unusable routing: the dispatch took place without this rank's tokens."""
 
 
+def counted(
+    dispatches: Unreceived,
+    ep: AllToAll,
+    send: Callable[[AllToAll], Any],
+    receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
+) -> Counted:
+    """A dispatch. `send`: the sending half, with counts. `receive`: the output for so many rows, those of notices
+    included, and what else is to be returned; with True an output that is as small as can be, whose rows are
+    nobody's."""
+    found = Found()
+
+    def sent() -> Any:
+        try:
+            return send(ep)
+        except Error as error:
+            return found.take(error, "sent")
+
+    def prepared(sent: Any, later: bool = False) -> Any:
+        experts, sources = ep.counts(sent)
+        return (experts, sources, *receive(ep, experts, sources, later))
+
+    def received(sent: Any, prepared: Any) -> Counted:
+        experts, sources, output, made = prepared
+        return Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
+
+    done: Counted = dispatches.halves(sent, prepared, received, partial(prepared, later=True))
+    return done
+
+
 class Normal:
     """The context of normal calls."""
 
     def __init__(self, world: World, timeout: float, round_tokens: int) -> None:
         self._world, self._timeout, self._round_tokens = world, timeout, round_tokens
         self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
+        self.dispatches, self.combines = Unreceived(), Unreceived()
 
     def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
         """One for calls like this one. `tokens`: how many each rank may have, the same on all ranks; `None`: as many as
         any has now, if it must be made."""
         if self._made is not None and self._made[0].covers(wanted) and (tokens or 0) <= self._made[1]:
+            self.dispatches.finish()
             return self._made[2]
         refuse_capture(x)
         return self._make(wanted, x.shape[0] if tokens is None else tokens, sms)
@@ -100,25 +190,15 @@ class Normal:
         sms: Optional[int],
         tokens: Optional[int],
         send: Callable[[AllToAll], Any],
-        receive: Callable[[AllToAll, List[int], List[int]], Tuple[Any, Any]],
+        receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
     ) -> Counted:
-        """A dispatch that makes larger contexts until all ranks' tokens have room. `send`: the sending half, with
-        counts. `receive`: the output for so many rows, and what else is to be returned."""
+        """A dispatch that makes larger contexts until all ranks' tokens have room, by the arguments of `counted`."""
         while True:
-            ep = self.get(x, wanted, sms, tokens)
-            found = Found()
-            try:
-                sent = send(ep)
-            except Error as error:
-                sent = found.take(error, "sent")
-            experts, sources = ep.counts(sent)
-            # Notices have rows, too.
-            output, made = receive(ep, experts, sources)
-            handle = ep.dispatch_recv(sent, output)
-            if experts.pop() == 0:
-                return Counted(ep, handle, made, experts, sources, found)
+            done = counted(self.dispatches, self.get(x, wanted, sms, tokens), send, receive)
+            if done.experts.pop() == 0:
+                return done
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
-            del ep, sent, output, made, handle
+            del done
             self.grow(x, sms)
 
     def grow(self, x: torch.Tensor, sms: Optional[int]) -> None:
@@ -129,6 +209,8 @@ class Normal:
     def close(self) -> None:
         """Gives the context up."""
         self._made = None
+        self.dispatches.drop()
+        self.combines.drop()
 
     def _make(self, wanted: Wanted, tokens: int, sms: Optional[int]) -> AllToAll:
         before = 0 if self._made is None else self._made[1]
@@ -143,6 +225,7 @@ class Normal:
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = None
+        self.dispatches.drop()
         ep = AllToAll(
             self._world, hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,
