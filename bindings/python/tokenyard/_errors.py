@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from ._native import Error, OrderError
 
@@ -30,6 +30,13 @@ class Found:
             return getattr(error, made)
         finally:
             del error
+
+    def sending(self, send: Callable[[], Any]) -> Any:
+        """What a sending half made, which may go on without this rank's tokens."""
+        try:
+            return send()
+        except Error as error:
+            return self.take(error, "sent")
 
     def raise_with(self, dispatched: Any) -> None:
         """Raises the error, if there is one, with these results as its `dispatched`."""

@@ -148,12 +148,6 @@ def counted(
     nobody's."""
     found = Found()
 
-    def sent() -> Any:
-        try:
-            return send(ep)
-        except Error as error:
-            return found.take(error, "sent")
-
     def prepared(sent: Any, later: bool = False) -> Any:
         experts, sources = ep.counts(sent)
         return (experts, sources, *receive(ep, experts, sources, later))
@@ -162,7 +156,9 @@ def counted(
         experts, sources, output, made = prepared
         return Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
 
-    done: Counted = dispatches.halves(sent, prepared, received, partial(prepared, later=True))
+    done: Counted = dispatches.halves(
+        lambda: found.sending(lambda: send(ep)), prepared, received, partial(prepared, later=True)
+    )
     return done
 
 

@@ -166,7 +166,9 @@ class Call:
         most, sms = _checks.whole("num_max_tokens_per_rank", most, 0), _checks.whole("num_sms", sms, 0)
         self.buffer, self.given, self.rows = buffer, rows, _carried(rows)
         self.experts, self.most = must_divide(experts, buffer.num_ranks), most
-        alignment = _checks.whole("expert_alignment", alignment, 1, ((1 << 31) - 1) // (self.experts // buffer.num_ranks))
+        # Ends of experts are int32.
+        most_aligned = ((1 << 31) - 1) // (self.experts // buffer.num_ranks)
+        alignment = _checks.whole("expert_alignment", alignment, 1, most_aligned)
         self.topk_idx, self.topk_weights, self.alignment = topk_idx, topk_weights, alignment
         self.expand, self.zero, self.before, self.copies = expand, zero, before, copies
         self.sms = sms or None
@@ -266,13 +268,10 @@ class Call:
             if before is not None:
 
                 def send() -> Any:
-                    try:
-                        return ep.dispatch_send(offered.x, offered.topk_idx, weights, **given)
-                    except Error as error:
-                        return found.take(error, "sent")
+                    return ep.dispatch_send(offered.x, offered.topk_idx, weights, **given)
 
                 handle = self.buffer._normal.dispatches.halves(
-                    send, lambda sent: before.current_stream_wait(),
+                    lambda: found.sending(send), lambda sent: before.current_stream_wait(),
                     lambda sent, _: ep.dispatch_recv(sent, made.output), lambda sent: None,
                 )
             else:

@@ -14,6 +14,7 @@ import torch
 
 from .. import _choices, _growth
 from .._calls import AllToAll
+from .._errors import Found
 from .._native import Format, Output, World
 from .._tensors import device_of, name_of
 from ..ops import _weigh
@@ -172,7 +173,8 @@ class HybridEPBuffer:
             non_blocking = not use_host_meta
         self._open()
         # 0 is 1, as None is.
-        align = max(1, _checks.whole("pad_multiple", pad_multiple or 0, 0, (1 << 31) - 1))
+        align = 0 if pad_multiple is None else _checks.whole("pad_multiple", pad_multiple, 0, (1 << 31) - 1)
+        align = max(1, align)
         rows = None if num_permuted_tokens is None else _checks.whole("num_permuted_tokens", num_permuted_tokens, 0)
         if non_blocking and (rows is None or rows % align != 0):
             raise ValueError(
@@ -429,10 +431,12 @@ class _Call:
         refused = over if self.wrong is None else over | self.wrong
         sent_choices = torch.where(refused, torch.iinfo(torch.int32).max, choices)
         output, got = self.output(ep, "contiguous", align, rows)
-        handle = self.buffer._dispatches.halves(
-            lambda: self.send(ep, x, sent_choices, self.given.scales, choices, False), lambda sent: output,
-            ep.dispatch_recv,
-        )
+        found = Found()
+
+        def send() -> Any:
+            return self.send(ep, x, sent_choices, self.given.scales, choices, False)
+
+        handle = self.buffer._dispatches.halves(lambda: found.sending(send), lambda sent: output, ep.dispatch_recv)
         kept = self.kept(ep, handle, rows)
         raw = got.counts[: self.local]
         padded = (raw.long() + (align - 1)) // align * align
@@ -440,7 +444,9 @@ class _Call:
             self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows, padded, True
         )
         flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-        return self.results(got, routed, (None,) * 7 + (raw, choices.shape[0], None, flag))
+        results = self.results(got, routed, (None,) * 7 + (raw, choices.shape[0], None, flag))
+        found.raise_with(results)
+        return results
 
     def by_rank(self) -> _ByRank:
         """A row for each (token, rank). The host waits for the counts."""
