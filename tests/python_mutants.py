@@ -28,6 +28,7 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
     for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
 )
 CHOICES = f"{PACKAGE}/_choices.py"
+NAMES = f"{PACKAGE}/deep_ep/_names.py"
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
@@ -35,6 +36,7 @@ ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
 BENCH = f"{PACKAGE}/bench.py"
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
+LEFT, REFUSED = "test_deep_ep_left.py", "test_elastic_refused.py"
 PERMUTED = "test_hybrid.py"
 
 MUTANTS = [
@@ -46,7 +48,7 @@ MUTANTS = [
     ("the mask inverted", BUFFER, "(self._mask() != 0)", "(self._mask() == 0)", DEEP_EP),
     ("weights squared on their way back", BUFFER, "words = topk_weights.contiguous()", "words = topk_weights.square()", DEEP_EP),
     ("the second bias forgotten", BUFFER, "biases[0].float() + biases[1].float()", "biases[0].float()", DEEP_EP),
-    ("a rank with more tokens not noticed", CONTEXTS, "if experts.pop() == 0:", "if experts.pop() >= 0:", DEEP_EP),
+    ("a rank with more tokens not noticed", CONTEXTS, "if done.experts.pop() == 0:", "if done.experts.pop() >= 0:", DEEP_EP),
     ("scales taken for row-major", BUFFER, "column_major=self.words is not None", "column_major=False", DEEP_EP),
     ("exponents of the wrong block", BUFFER, "device=self.words.device) % 32", "device=self.words.device) % 16", DEEP_EP),
     ("experts of other ranks named", BUFFER, "got.token_experts[:, : self.choices].long()",
@@ -66,8 +68,19 @@ MUTANTS = [
      "came.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))[:-1]", VERSION_2),
     ("padding of new rows not cleared", ELASTIC_CALLS, "make, size = torch.zeros if self.zero else torch.empty,",
      "make, size = torch.ones,", VERSION_2),
-    ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
-     "_sys.modules[name] = deep_ep", DEEP_EP),
+    ("deep_ep without its utils", NAMES, ', "hybrid_ep_buffer", "utils")', ', "hybrid_ep_buffer")', "test_deep_ep_name.py"),
+    ("a half left for good", CONTEXTS, "        self._leave(sent, later, receive)\n", "        self._left = None\n", LEFT),
+    ("what was left not dropped with its context", CONTEXTS, "        self._left = None\n        return receive(sent, prepared)",
+     "        return receive(sent, prepared)", LEFT),
+    ("errors that close a context taken for those of a call", ERRORS, "getattr(error, \"fatal\", False) or isinstance(error, OrderError)",
+     "False", LEFT),
+    ("a buffer open after its block", ELASTIC, "    def __exit__(self, *raised: Any) -> None:\n        self.destroy()",
+     "    def __exit__(self, *raised: Any) -> None:\n        pass", LEFT),
+    ("biases of any strides refused", ELASTIC, "                out.copy_(biases[0])", "                out = biases[0].float()", REFUSED),
+    ("weights of choices elsewhere by a handle", ELASTIC_CALLS, "payload[:, :choices].masked_fill(self.place.local < 0, 0)",
+     "payload[:, :choices]", REFUSED),
+    ("experts that are none dropped", HYBRID, "(choices < -1) | (choices >= experts)", "choices < -1", REFUSED),
+    ("handles of other buffers taken", HYBRID, "handle.routed.owner is not self._dispatches", "handle.routed.owner is None", REFUSED),
     ("a second low-latency call sent before the first is received", BUFFER, "            self._dispatched.before_next()\n",
      "            pass\n", DEEP_EP),
     ("micro-batches in one context", SGLANG, "key = (self._group, self._index, ", "key = (self._group, ", "test_sglang.py"),
