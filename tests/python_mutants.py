@@ -111,7 +111,7 @@ MUTANTS = [
      PLAIN),
     ("masks of numbers taken for experts", CHECKS, "(tokens, ranks), (torch.bool,)", "(tokens, ranks)", "test_deep_ep_refused.py"),
     ("sums that no hook can write", CHECKS, "    shaped(\"out\", given, shape, _ROWS)\n", "", "test_deep_ep_refused.py"),
-    ("a hook without its results", BUFFER, "error.dispatched = results(error.sent)", "pass", "test_deep_ep_refused.py"),
+    ("a hook without its results", BUFFER, 'setattr(error, "dispatched", results(error.sent))', "pass", "test_deep_ep_refused.py"),
     ("writes that backward does not see", OPS, "            count(tensor)", "            pass", "test_ops_refused.py"),
     ("weights of choices that a call lacks left out", OPS, "torch.nn.functional.pad(topk_weights.float(), room)",
      "topk_weights.float()", "test_ops_refused.py"),
