@@ -70,7 +70,7 @@ MUTANTS = [
      "make, size = torch.ones,", VERSION_2),
     ("deep_ep without its utils", NAMES, ', "hybrid_ep_buffer", "utils")', ', "hybrid_ep_buffer")', "test_deep_ep_name.py"),
     ("a half left for good", CONTEXTS, "        self._leave(sent, later, receive)\n", "        self._left = None\n", LEFT),
-    ("what was left not dropped with its context", CONTEXTS, "        self._left = None\n        return receive(sent, prepared)",
+    ("a half received twice", CONTEXTS, "        self._left = None\n        return receive(sent, prepared)",
      "        return receive(sent, prepared)", LEFT),
     ("errors that close a context taken for those of a call", ERRORS, "getattr(error, \"fatal\", False) or isinstance(error, OrderError)",
      "False", LEFT),

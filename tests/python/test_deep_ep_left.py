@@ -22,6 +22,8 @@ from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer
 HIDDEN, LOCAL, TOP_K, RANKS, ALIGN = 256, 2, 2, 2, 4
 EXPERTS = LOCAL * RANKS
 COUNTS = (5, 3)
+# Ranks learn soon that another one failed.
+SECONDS = 15
 
 
 class Tokens:
@@ -60,8 +62,10 @@ class Tokens:
 
 
 @pytest.fixture(autouse=True)
-def interruptible():
+def interruptible(monkeypatch):
     """Ctrl-C raises, also where the tests were started with SIGINT ignored."""
+    for kind in (Buffer, HybridEPBuffer):
+        monkeypatch.setattr(kind, "timeout_seconds", float(SECONDS))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -98,7 +102,7 @@ class Elastic:
 
     def __init__(self, world, **how):
         self.rank, self.how, self.expand = world.rank, how, how.get("do_expand", False)
-        self.buffer = ElasticBuffer(world, num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=20)
+        self.buffer = ElasticBuffer(world, num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=SECONDS)
 
     def dispatch(self, tokens, **how):
         rank = self.rank
@@ -209,9 +213,13 @@ def test_ctrl_c_in_the_wait_for_another_rank(kind):
     def interrupted(calls, handle):
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            calls.dispatch(Tokens(9))
-        timer.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                calls.dispatch(Tokens(9))
+        finally:
+            # Where the call came to an end before, Ctrl-C would end the tests.
+            timer.cancel()
+            timer.join()
 
     def whole(calls, handle):
         rows, _ = calls.dispatch(Tokens(9))
@@ -268,11 +276,10 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call():
     """A dispatch and a combine whose sending half Ctrl-C ended are received by the next ones."""
     first = Tokens(1)
 
-    def right_once(buffer, tokens, interrupts=False):
+    def right_once(buffer, tokens):
         rank = buffer.rank
-        send = buffer.low_latency_dispatch
         x, ids, weights = tokens.x[rank], tokens.ids[rank], tokens.weights[rank]
-        rows, _, handle, _, hook = send(x, ids, 8, EXPERTS, use_fp8=False, return_recv_hook=True)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, 8, EXPERTS, use_fp8=False, return_recv_hook=True)
         hook()
         out, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True)
         hook()
@@ -317,7 +324,6 @@ def test_a_context_that_is_closed_is_not_waited_for():
 
     def work(world):
         calls = Elastic(world)
-        calls.buffer = ElasticBuffer(world, num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=20)
         right(calls, Tokens(1))
         tokens = Tokens(2)
         for _ in range(2):

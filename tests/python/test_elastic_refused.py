@@ -75,6 +75,9 @@ def test_a_dispatch_that_is_refused_sends_nothing(how):
     refused(ValueError, "topk_idx is on meta, and other tensors on cpu", ids=elsewhere(IDS))
     refused(ValueError, "topk_weights is on meta, and other tensors on cpu", weights=elsewhere(WEIGHTS))
     fp8 = X.to(torch.float8_e4m3fn)
+    refused(ValueError, "x has 192 columns: give a multiple of 128", torch.zeros((TOKENS, 192), dtype=torch.int8))
+    refused(ValueError, r"scale factors of x are \[5, 4091\]: give at most 4090 words", (fp8, torch.zeros(TOKENS, 4091)))
+    assert dispatch((fp8, torch.ones(TOKENS, 4090)))[0][1].shape[1] == 4090
     refused(ValueError, "scale factors of x is on meta", (fp8, elsewhere(torch.ones(TOKENS, 2))))
     stats = torch.zeros(EXPERTS, dtype=torch.int32)
     refused(ValueError, "cumulative_local_expert_recv_stats is on meta", stats=elsewhere(stats))

@@ -18,6 +18,8 @@ from ._shared import Event, Rows, must_divide
 if TYPE_CHECKING:
     from ._elastic import ElasticBuffer
 
+# Of a token's payload.
+_MOST_WORDS = 4096
 _ROWS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
 
 
@@ -190,6 +192,14 @@ class Call:
             raise ValueError(f"topk_idx is {shape}: give [{tokens}, top_k], with top_k from 1 to 32")
         if self.topk_weights is not None:
             _checks.shaped("topk_weights", self.topk_weights, (tokens, self.choices), (torch.float32,))
+        if self.rows.element_size() == 1 and self.rows.shape[1] % 128 != 0:
+            raise ValueError(f"x has {self.rows.shape[1]} columns: give a multiple of 128 where elements are bytes")
+        most = _MOST_WORDS - 2 * max(self.choices, self.buffer._choices)
+        if self.scales.words > most:
+            raise ValueError(
+                f"the scale factors of x are {[tokens, self.scales.words]}: give at most {most} words, unless they are "
+                "fp32 or packed UE8M0 by blocks of 128"
+            )
         others = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights, cumulative_local_expert_recv_stats=stats)
         for name, tensor in {"scale factors of x": self.scales.given, **others}.items():
             if tensor is not None:
