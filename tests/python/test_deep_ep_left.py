@@ -319,23 +319,20 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call():
     in_ranks(tokenyard.World.threads(RANKS), work)
 
 
-def test_a_context_that_is_closed_is_not_waited_for():
-    """An error after which a context has no further calls is raised at once, as what it is, and again by later calls."""
-
-    def work(world):
-        calls = Elastic(world)
-        right(calls, Tokens(1))
-        tokens = Tokens(2)
-        for _ in range(2):
-            start = time.monotonic()
-            with pytest.raises(tokenyard.OrderError, match="another format") as raised:
-                calls.buffer.dispatch(
-                    tokens.x[world.rank].to([torch.bfloat16, torch.float16][world.rank]), tokens.ids[world.rank], num_experts=EXPERTS
-                )
-            assert raised.value.fatal and not hasattr(raised.value, "dispatched")
-            assert time.monotonic() - start < 10
-
-    in_ranks(tokenyard.World.threads(RANKS), work)
+def test_an_error_of_order_is_raised_at_once():
+    """No counts are waited for of a dispatch that was not sent."""
+    world, tokens = tokenyard.World.threads(1)[0], Tokens(1)
+    buffer = ElasticBuffer(world, num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=SECONDS)
+    given = dict(num_experts=EXPERTS, num_max_tokens_per_rank=8)
+    _, _, _, handle, _ = buffer.dispatch(tokens.x[0], tokens.ids[0], **given)
+    # By a caller who does not go through the buffer.
+    half = handle._place.kept.ep.dispatch_send(tokens.x[0], tokens.ids[0], format=handle._place.kept.format)
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(tokenyard.OrderError, match="was sent and not received") as raised:
+            buffer.dispatch(tokens.x[0], tokens.ids[0], **given)
+        assert not hasattr(raised.value, "dispatched") and time.monotonic() - start < SECONDS / 2
+    del half
 
 
 @pytest.mark.parametrize("kind", ["normal", "elastic", "hybrid"])

@@ -53,9 +53,14 @@ class Unreceived:
                 self._leave(error.sent, later, receive)
             raise
         self._leave(sent, later, receive)
-        prepared = prepare(sent)
+        try:
+            made = receive(sent, prepare(sent))
+        except BaseException as error:
+            if hasattr(error, "handle"):
+                self._left = None
+            raise
         self._left = None
-        return receive(sent, prepared)
+        return made
 
     def _leave(self, sent: Any, prepare: Callable[[Any], Any], receive: Callable[[Any, Any], Any]) -> None:
         self._left = partial(prepare, sent), partial(receive, sent)
@@ -66,18 +71,18 @@ class Unreceived:
             return
         prepare, receive = self._left
         try:
-            prepared = prepare()
+            receive(prepare())
+        except ValueError as error:
+            # It was received, and Ctrl-C came in the wait after that.
+            if isinstance(error, Error):
+                raise
         except Error as error:
             if getattr(error, "fatal", False):
                 self._left = None
-            raise
-        self._left = None
-        try:
-            receive(prepared)
-        except Error as error:
-            # What a call found that took place was for its caller.
-            if getattr(error, "fatal", False):
+            # What a call found that took place was for its caller. Without a handle it is an earlier call's.
+            if self._left is None or not hasattr(error, "handle"):
                 raise
+        self._left = None
 
     def drop(self) -> None:
         """Leaves it unreceived: the context goes."""
