@@ -70,6 +70,7 @@ MUTANTS = [
      "make, size = torch.ones,", VERSION_2),
     ("deep_ep without its utils", NAMES, ', "hybrid_ep_buffer", "utils")', ', "hybrid_ep_buffer")', "test_deep_ep_name.py"),
     ("a half left for good", CONTEXTS, "        self._leave(sent, later, receive)\n", "        self._left = None\n", LEFT),
+    ("a larger context that one rank does not make", CONTEXTS, "if later and experts[-1] != 0:", "if later and experts[-1] < 0:", LEFT),
     ("as much memory asked for again", CONTEXTS, "received, partial(prepared, later=True)", "received, prepared", LEFT),
     ("errors that close a context taken for those of a call", ERRORS, "getattr(error, \"fatal\", False) or isinstance(error, OrderError)",
      "False", LEFT),

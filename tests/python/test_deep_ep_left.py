@@ -29,19 +29,19 @@ SECONDS = 15
 class Tokens:
     """Tokens of two ranks, and by loops what comes of them."""
 
-    def __init__(self, seed):
-        draw = torch.Generator().manual_seed(seed)
-        self.x = [torch.randint(-8, 9, (n, HIDDEN), generator=draw).bfloat16() for n in COUNTS]
-        self.ids = [torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOP_K] for _ in range(n)]) for n in COUNTS]
-        self.weights = [torch.randint(1, 9, (n, TOP_K), generator=draw) / 8 for n in COUNTS]
+    def __init__(self, seed, counts=COUNTS):
+        draw, self.counts = torch.Generator().manual_seed(seed), counts
+        self.x = [torch.randint(-8, 9, (n, HIDDEN), generator=draw).bfloat16() for n in counts]
+        self.ids = [torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOP_K] for _ in range(n)]) for n in counts]
+        self.weights = [torch.randint(1, 9, (n, TOP_K), generator=draw) / 8 for n in counts]
 
     def map(self, rank):
-        return torch.zeros((COUNTS[rank], EXPERTS), dtype=torch.bool).scatter_(1, self.ids[rank], True)
+        return torch.zeros((self.counts[rank], EXPERTS), dtype=torch.bool).scatter_(1, self.ids[rank], True)
 
     def rows(self, rank, expand=False):
         """The rows that a rank gets: one for each token, or for each choice, expert after expert."""
         own = range(rank * LOCAL, (rank + 1) * LOCAL)
-        places = [(s, t) for s in range(RANKS) for t in range(COUNTS[s])]
+        places = [(s, t) for s in range(RANKS) for t in range(self.counts[s])]
         named = {(s, t): [e for e in own if e in self.ids[s][t]] for s, t in places}
         chosen = [p for e in own for p in places if e in named[p]] if expand else [p for p in places if named[p]]
         return torch.stack([self.x[s][t] for s, t in chosen])
@@ -100,9 +100,10 @@ class Elastic:
 
     before = None
 
-    def __init__(self, world, **how):
+    def __init__(self, world, buffer=None, **how):
         self.rank, self.how, self.expand = world.rank, how, how.get("do_expand", False)
-        self.buffer = ElasticBuffer(world, num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=SECONDS)
+        room = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_gpu_timeout_secs=SECONDS)
+        self.buffer = ElasticBuffer(world, **room) if buffer is None else buffer
 
     def dispatch(self, tokens, **how):
         rank = self.rank
@@ -227,6 +228,31 @@ def test_ctrl_c_in_the_wait_for_another_rank(kind):
         assert torch.equal(rows[list(places)], Tokens(9).rows(calls.rank, calls.expand))
 
     beside(KINDS[kind], interrupted, whole, late=0.7)
+
+
+@pytest.mark.parametrize("kind", ["normal", "elastic grows", "hybrid", "hybrid permuted"])
+def test_ctrl_c_in_a_call_of_more_tokens_than_there_is_room_for(kind):
+    """All ranks make a larger context, and the call that Ctrl-C ended comes again in the next one."""
+    made = {"elastic grows": lambda world: Elastic(world, ElasticBuffer(world, num_bytes=1, num_gpu_timeout_secs=SECONDS))}
+    # More than the context that the first call made has room for.
+    many = Tokens(9, counts=(200, 3))
+
+    def interrupted(calls, handle):
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                calls.dispatch(many)
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def whole(calls, handle):
+        rows, _ = calls.dispatch(many)
+        places = many.places(calls.rank, ALIGN) if calls.expand else range(len(many.rows(calls.rank)))
+        assert torch.equal(rows[list(places)], many.rows(calls.rank, calls.expand))
+
+    beside((KINDS | made)[kind], interrupted, whole, late=0.7)
 
 
 class Raises(EventHandle):

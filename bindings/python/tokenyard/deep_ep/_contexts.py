@@ -147,19 +147,24 @@ def counted(
     ep: AllToAll,
     send: Callable[[AllToAll], Any],
     receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
+    repeat: Callable[[], Any],
 ) -> Counted:
     """A dispatch. `send`: the sending half, with counts. `receive`: the output for so many rows, those of notices
     included, and what else is to be returned; with True an output that is as small as can be, whose rows are
-    nobody's."""
+    nobody's. `repeat`: makes a larger context and this dispatch again, as other ranks do where there were notices,
+    after a call whose rows are nobody's."""
     found = Found()
 
     def prepared(sent: Any, later: bool = False) -> Any:
         experts, sources = ep.counts(sent)
-        return (experts, sources, *receive(ep, experts, sources, later))
+        return (later, experts, sources, *receive(ep, experts, sources, later))
 
     def received(sent: Any, prepared: Any) -> Counted:
-        experts, sources, output, made = prepared
-        return Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
+        later, experts, sources, output, made = prepared
+        done = Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
+        if later and experts[-1] != 0:
+            repeat()
+        return done
 
     done: Counted = dispatches.halves(
         lambda: found.sending(lambda: send(ep)), prepared, received, partial(prepared, later=True)
@@ -178,8 +183,9 @@ class Normal:
     def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
         """One for calls like this one. `tokens`: how many each rank may have, the same on all ranks; `None`: as many as
         any has now, if it must be made."""
+        # It may make a larger context.
+        self.dispatches.finish()
         if self._made is not None and self._made[0].covers(wanted) and (tokens or 0) <= self._made[1]:
-            self.dispatches.finish()
             return self._made[2]
         refuse_capture(x)
         return self._make(wanted, x.shape[0] if tokens is None else tokens, sms)
@@ -194,8 +200,13 @@ class Normal:
         receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
     ) -> Counted:
         """A dispatch that makes larger contexts until all ranks' tokens have room, by the arguments of `counted`."""
+
+        def repeat() -> None:
+            self.grow(x, sms)
+            self.counted(x, wanted, sms, tokens, send, lambda ep, experts, sources, _: receive(ep, experts, sources, True))
+
         while True:
-            done = counted(self.dispatches, self.get(x, wanted, sms, tokens), send, receive)
+            done = counted(self.dispatches, self.get(x, wanted, sms, tokens), send, receive, repeat)
             if done.experts.pop() == 0:
                 return done
             # Some rank has more tokens than this context has room for, which goes before the new one is made.

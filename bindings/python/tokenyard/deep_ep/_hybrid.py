@@ -302,6 +302,8 @@ class HybridEPBuffer:
 
     def _context(self, given: _Input, experts: int, routing_map: torch.Tensor) -> AllToAll:
         """The context for a call like this one, made if ranks have none. What decides is the same on all ranks."""
+        # It may make a larger context.
+        self._dispatches.finish()
         made, kind = self._made, (given.x.shape[1], experts, device_of(given.x))
         if made is not None and made.kind == kind and made.fp32 >= given.fp32:
             return made.ep
@@ -466,22 +468,27 @@ class _Call:
         return rows, probs, scales, handle
 
     def counted(
-        self, layout: str, align: int, room: Callable[[List[int], List[int]], int]
+        self, layout: str, align: int, room: Callable[[List[int], List[int]], int], later: bool = False
     ) -> Tuple[Counted, torch.Tensor]:
         """Sends tokens until every rank has room for them: what came, and choices. `room`: the rows of an output for
-        counts of experts and of sources."""
+        counts of experts and of sources. `later`: rows are nobody's."""
+        all_later = later
 
         def receive(ep: AllToAll, experts: List[int], sources: List[int], later: bool) -> Tuple[Output, Any]:
-            if experts[-1] == 0 and not later:
+            if experts[-1] == 0 and not later and not all_later:
                 return self.output(ep, layout, align, room(experts[:-1], sources))
             # Notices, too, are received first, as each dispatch must be.
             return self.output(ep, layout, 1, sum(experts if layout == "contiguous" else sources))
+
+        def repeat() -> None:
+            self.buffer._make(self.given, self.experts, self.map)
+            self.counted(layout, align, room, later=True)
 
         while True:
             ep = self.buffer._context(self.given, self.experts, self.map)
             choices, over = _choices_of(self.map, ep.top_k)
             done = counted(
-                self.buffer._dispatches, ep, lambda ep: self.send_or_notify(ep, choices, over, layout), receive
+                self.buffer._dispatches, ep, lambda ep: self.send_or_notify(ep, choices, over, layout), receive, repeat
             )
             if done.experts.pop() == 0:
                 return done, choices
