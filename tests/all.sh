@@ -255,7 +255,7 @@ vllm() {
 # What tests of the Python package need: the newest torch, and in an environment of its own the oldest that is
 # supported; and engines whose layers run over the package. torch brings its own CUDA.
 packages() {
-  from_pypi .venv-python 'maturin>=1.9,<2' mypy numpy pytest
+  from_pypi .venv-python 'maturin>=1.9,<2' mypy numpy pytest 'setuptools>=70.1'
   want "torch from PyPI" from_pypi .venv-python torch
   want "transformers from PyPI" from_pypi .venv-python transformers accelerate
   want "megatron-core from PyPI" from_pypi .venv-python 'megatron-core>=0.16.1,<0.20'

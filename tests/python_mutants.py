@@ -29,6 +29,7 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
 )
 CHOICES = f"{PACKAGE}/_choices.py"
 HOSTS = f"{PACKAGE}/_hosts.py"
+NAMES = f"{PACKAGE}/deep_ep/_names.py"
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
@@ -39,6 +40,7 @@ EAGER, PLANNED, IN_C, HANDLES = (
 )
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
+LEFT, REFUSED = "test_deep_ep_left.py", "test_elastic_refused.py"
 PERMUTED = "test_hybrid.py"
 
 MUTANTS = [
@@ -50,7 +52,7 @@ MUTANTS = [
     ("the mask inverted", BUFFER, "(self._mask() != 0)", "(self._mask() == 0)", DEEP_EP),
     ("weights squared on their way back", BUFFER, "words = topk_weights.contiguous()", "words = topk_weights.square()", DEEP_EP),
     ("the second bias forgotten", BUFFER, "biases[0].float() + biases[1].float()", "biases[0].float()", DEEP_EP),
-    ("a rank with more tokens not noticed", CONTEXTS, "if experts.pop() == 0:", "if experts.pop() >= 0:", DEEP_EP),
+    ("a rank with more tokens not noticed", CONTEXTS, "if done.experts.pop() == 0:", "if done.experts.pop() >= 0:", DEEP_EP),
     ("scales taken for row-major", BUFFER, "column_major=self.words is not None", "column_major=False", DEEP_EP),
     ("exponents of the wrong block", BUFFER, "device=self.words.device) % 32", "device=self.words.device) % 16", DEEP_EP),
     ("experts of other ranks named", BUFFER, "got.token_experts[:, : self.choices].long()",
@@ -70,8 +72,19 @@ MUTANTS = [
      "came.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))[:-1]", VERSION_2),
     ("padding of new rows not cleared", ELASTIC_CALLS, "make, size = torch.zeros if self.zero else torch.empty,",
      "make, size = torch.ones,", VERSION_2),
-    ("deep_ep without its utils", TOP, "_sys.modules[name], _sys.modules[f\"{name}.utils\"] = deep_ep, utils",
-     "_sys.modules[name] = deep_ep", DEEP_EP),
+    ("deep_ep without its utils", NAMES, ', "hybrid_ep_buffer", "utils")', ', "hybrid_ep_buffer")', "test_deep_ep_name.py"),
+    ("a half left for good", CONTEXTS, "        self._leave(sent, later, receive)\n", "        self._left = None\n", LEFT),
+    ("a larger context that one rank does not make", CONTEXTS, "if later and experts[-1] != 0:", "if later and experts[-1] < 0:", LEFT),
+    ("as much memory asked for again", CONTEXTS, "received, partial(prepared, later=True)", "received, prepared", LEFT),
+    ("errors that close a context taken for those of a call", ERRORS, "getattr(error, \"fatal\", False) or isinstance(error, OrderError)",
+     "False", LEFT),
+    ("a buffer open after its block", ELASTIC, "    def __exit__(self, *raised: Any) -> None:\n        self.destroy()",
+     "    def __exit__(self, *raised: Any) -> None:\n        pass", LEFT),
+    ("biases of any strides refused", ELASTIC, "                out.copy_(biases[0])", "                out = biases[0].float()", REFUSED),
+    ("weights of choices elsewhere by a handle", ELASTIC_CALLS, "payload[:, :choices].masked_fill(self.place.local < 0, 0)",
+     "payload[:, :choices]", REFUSED),
+    ("experts that are none dropped", HYBRID, "(choices < -1) | (choices >= experts)", "choices < -1", REFUSED),
+    ("handles of other buffers taken", HYBRID, "handle.routed.owner is not self._dispatches", "handle.routed.owner is None", REFUSED),
     ("a second low-latency call sent before the first is received", BUFFER, "            self._dispatched.before_next()\n        handle = LowL",
      "            pass\n        handle = LowL", DEEP_EP),
     ("micro-batches in one context", SGLANG, "key = (self._group, self._index, ", "key = (self._group, ", "test_sglang.py"),
@@ -102,7 +115,7 @@ MUTANTS = [
      PLAIN),
     ("masks of numbers taken for experts", CHECKS, "(tokens, ranks), (torch.bool,)", "(tokens, ranks)", "test_deep_ep_refused.py"),
     ("sums that no hook can write", CHECKS, "    shaped(\"out\", given, shape, _ROWS)\n", "", "test_deep_ep_refused.py"),
-    ("a hook without its results", BUFFER, "error.dispatched = results(error.sent)", "pass", "test_deep_ep_refused.py"),
+    ("a hook without its results", BUFFER, 'setattr(error, "dispatched", results(error.sent))', "pass", "test_deep_ep_refused.py"),
     ("writes that backward does not see", OPS, "            count(tensor)", "            pass", "test_ops_refused.py"),
     ("weights of choices that a call lacks left out", OPS, "torch.nn.functional.pad(topk_weights.float(), room)",
      "topk_weights.float()", "test_ops_refused.py"),

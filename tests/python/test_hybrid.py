@@ -499,7 +499,7 @@ def test_errors():
         refused(ValueError, "give a multiple of the 2 ranks", permuted, hidden=x, routing_map=named[:, :5])
         refused(ValueError, "give 3", permuted, hidden=x, routing_map=named, num_of_experts_per_rank=4)
         refused(ValueError, "pad_multiple is -1", permuted, hidden=x, routing_map=named, pad_multiple=-1)
-        refused(ValueError, "hidden is [256]", permuted, hidden=torch.zeros(256), routing_map=named)
+        refused(ValueError, "hidden has the shape [256]: give a tensor of 2", permuted, hidden=torch.zeros(256), routing_map=named)
         for rows in (None, -16, 24):
             refused(ValueError, f"num_permuted_tokens is {rows}", permuted, hidden=x, routing_map=named, pad_multiple=16,
                     num_permuted_tokens=rows, non_blocking=True)
@@ -508,7 +508,7 @@ def test_errors():
         refused(ValueError, "max_num_of_tokens_per_rank is -1", lambda: deep_ep.HybridEPBuffer(world, HIDDEN, -1, LOCAL))
         rows, row_probs, _, _, handle = permuted(hidden=x, routing_map=named, probs=probs)
         refused(ValueError, f"give the {rows.shape[0]} of the dispatch", combined, hidden=rows[:-1], handle=handle)
-        refused(ValueError, "give float32 of", combined, hidden=rows, probs=row_probs[:-1], handle=handle)
+        refused(ValueError, "give float32 [", combined, hidden=rows, probs=row_probs[:-1], handle=handle)
         refused(ValueError, "handle is of the other dispatch", buffer.combine, hidden=rows, handle=handle)
         refused(ValueError, f"give float32 [{count}, 6]", permuted, hidden=x, probs=probs[:, :3], handle=handle)
         refused(ValueError, f"give the {count} of the handle's", permuted, hidden=x.new_zeros(count + 1, HIDDEN), handle=handle)
@@ -528,6 +528,6 @@ def test_names_of_the_module():
     try:
         from deep_ep import HybridEPBuffer
     finally:
-        for name in ("deep_ep", "deep_ep.utils"):
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
+            del sys.modules[name]
     assert HybridEPBuffer is deep_ep.HybridEPBuffer

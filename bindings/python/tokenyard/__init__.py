@@ -48,13 +48,12 @@ def install_as(name: str) -> None:
     """Makes `import deep_ep` get `tokenyard.deep_ep` in this process; `name`: "deep_ep". Before others import it."""
     if name != "deep_ep":
         raise ValueError(f"name is {name!r}: give 'deep_ep'")
-    from . import deep_ep
-    from .deep_ep import utils
-
     there = _sys.modules.get(name)
-    if there is not None and there is not deep_ep:
+    if there is not None and there is not _sys.modules.get("tokenyard.deep_ep"):
         raise RuntimeError(f"{name} is imported already, from {there.__file__}: call this earlier")
-    _sys.modules[name], _sys.modules[f"{name}.utils"] = deep_ep, utils
+    from .deep_ep import _names
+
+    _names.take(name)
 
 
 __all__ = [

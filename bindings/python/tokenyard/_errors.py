@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
-from ._native import Error
+from ._native import Error, OrderError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -21,15 +21,22 @@ class Found:
         return self._error is not None
 
     def take(self, error: BaseException, made: str) -> Any:
-        """What the call made, by its name among the error's fields. An error without it is raised again: nothing took
-        place."""
+        """What the call made, by its name among the error's fields. An error without it is raised again, as nothing
+        took place, and so is one after which the context has no further calls: what it made is never complete."""
         try:
-            if not hasattr(error, made):
+            if not hasattr(error, made) or getattr(error, "fatal", False) or isinstance(error, OrderError):
                 raise error
             self._error = error
             return getattr(error, made)
         finally:
             del error
+
+    def sending(self, send: Callable[[], Any]) -> Any:
+        """What a sending half made, which may go on without this rank's tokens."""
+        try:
+            return send()
+        except Error as error:
+            return self.take(error, "sent")
 
     def raise_with(self, dispatched: Any) -> None:
         """Raises the error, if there is one, with these results as its `dispatched`."""

@@ -41,9 +41,10 @@ def placement(experts: int, ranks: int) -> List[int]:
     return [e * ranks // experts for e in range(experts)] + list(range(ranks))
 
 
-def named(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
+def named(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
     """The caller's choices, of which none is a further expert: a number that no expert has takes their place."""
-    return topk_idx.masked_fill(topk_idx >= experts, torch.iinfo(torch.int32).max)
+    further = (topk_idx >= experts) & (topk_idx < experts + ranks)
+    return topk_idx.masked_fill(further, torch.iinfo(torch.int32).max)
 
 
 def notice(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:

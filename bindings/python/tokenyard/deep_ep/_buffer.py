@@ -113,11 +113,18 @@ class Buffer:
         self._combined: Optional[_Hook] = None
 
     def destroy(self) -> None:
-        """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on."""
+        """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on. Local; also done
+        at the end of a block of `with`."""
         self._normal.close()
         self._low_latency.close()
         self._dispatched = self._combined = None
         self._world = None
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.destroy()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -232,15 +239,20 @@ class Buffer:
             kept = _kept(handle, NormalHandle)
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx and topk_weights are the handle's: leave them out, or leave handle out")
-            again, event = self._on_comm(inputs, previous_event, async_finish, lambda: _again(kept, rows, scales))
-            return again, None, None, None, None, event
+
+            def again() -> Rows:
+                self._normal.dispatches.finish()
+                return _again(kept, rows, scales)
+
+            received, event = self._on_comm(inputs, previous_event, async_finish, again)
+            return received, None, None, None, None, event
         ranks = self._open().size
         _checks.routing(rows.shape[0], ranks, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         assert num_tokens_per_expert is not None and is_token_in_rank is not None
         named, experts = is_token_in_rank, num_tokens_per_expert.shape[0]
         must_divide(experts, ranks)
         _checks.whole("num_worst_tokens", num_worst_tokens, 0)
-        _checks.whole("expert_alignment", expert_alignment, 1)
+        expert_alignment = _checks.whole("expert_alignment", expert_alignment, 1)
 
         def work() -> Any:
             call = _Normal(self, rows, scales, topk_idx, topk_weights, named, experts)
@@ -357,10 +369,11 @@ class Buffer:
                 made: Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook] = results(
                     ep.dispatch_send(x, topk_idx, format=call.format)
                 )
-            except Error as error:
-                # Unusable routing: the dispatch goes on without this rank's tokens, and is to be received.
+            except BaseException as error:
+                # Unusable routing: the dispatch goes on without this rank's tokens, and is to be received. So is one
+                # that Ctrl-C was for.
                 if hasattr(error, "sent"):
-                    error.dispatched = results(error.sent)
+                    setattr(error, "dispatched", results(error.sent))
                 raise
             return made
 
@@ -427,8 +440,17 @@ class Buffer:
         if self._combined is not None:
             self._combined.before_next()
         if return_recv_hook:
-            sent = ep.combine_send(x, kept.handle, topk_weights=weights, dtype=name_of(x))
-            self._combined = _Hook(lambda: ep.combine_recv(sent, result, wait_times=times))
+
+            def hook(sent: Any) -> _Hook:
+                return _Hook(lambda: ep.combine_recv(sent, result, wait_times=times))
+
+            try:
+                self._combined = hook(ep.combine_send(x, kept.handle, topk_weights=weights, dtype=name_of(x)))
+            except BaseException as error:
+                # Ctrl-C in its wait: the next combine receives it.
+                if hasattr(error, "sent"):
+                    self._combined = hook(error.sent)
+                raise
             return out, EventOverlap(), self._combined
 
         def work() -> None:
@@ -589,7 +611,7 @@ class _Normal:
         self.buffer, self.x, self.scales, self.experts, self.named = buffer, x, scales, experts, named
         self.ranks = buffer.group_size
         self.by_rank = topk_idx is None
-        self.topk_idx = named if topk_idx is None else _growth.named(topk_idx, experts)
+        self.topk_idx = named if topk_idx is None else _growth.named(topk_idx, experts, self.ranks)
         self.topk_weights = None if self.by_rank else topk_weights
         self.choices = self.topk_idx.shape[1]
         self.wanted = Wanted(x.shape[1], experts, self.choices, x.dtype == torch.float32, device_of(x))
@@ -615,7 +637,7 @@ class _Normal:
                 given.x, given.topk_idx, given.weights, scales=given.scales, format=self.format(ep), counts=True
             )
 
-        def receive(ep: AllToAll, experts: List[int], sources: List[int]) -> Any:
+        def receive(ep: AllToAll, experts: List[int], sources: List[int], later: bool) -> Any:
             return ep.output(self.x, layout="token", capacity=sum(sources), format=self.format(ep), also=("source",))
 
         normal = self.buffer._normal
@@ -742,7 +764,7 @@ def _receive(call: _LowLatency, sent: Any, output: Output, handle: LowLatencyHan
     """The receiving half of a low-latency dispatch. Completes the handle also where the call found an error."""
     try:
         call.received(call.ep.dispatch_recv(sent, output), handle)
-    except Error as error:
+    except BaseException as error:
         if hasattr(error, "handle"):
             call.received(error.handle, handle)
         raise

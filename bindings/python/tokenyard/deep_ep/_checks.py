@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Tuple, Union
+import operator
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
+
+from .utils import EventHandle, EventOverlap
 
 _ROWS = (torch.bfloat16, torch.float16, torch.float32)
 _NUMBERS = (torch.int32, torch.int64)
@@ -77,12 +80,24 @@ def sums(x: Any, topk_weights: Any, bias: Any, tokens: int, hidden: int) -> List
     return list(biases)
 
 
-def whole(name: str, given: Union[int, Any], least: int) -> None:
-    """Refuses what is no whole number, or too small."""
-    if not hasattr(given, "__index__"):
-        raise TypeError(f"{name} is a {type(given).__name__}: give a whole number")
-    if int(given) < least:
-        raise ValueError(f"{name} is {int(given)}: give {least} or more")
+def whole(name: str, given: Any, least: int, most: Optional[int] = None) -> int:
+    """The number. Refuses what is no whole number, too small or too large."""
+    try:
+        number = operator.index(given)
+    except (TypeError, RuntimeError):
+        # RuntimeError: of a tensor of several numbers.
+        raise TypeError(f"{name} is a {type(given).__name__}, {given!r}: give a whole number") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}: give {least} or more")
+    if most is not None and number > most:
+        raise ValueError(f"{name} is {number}: give at most {most}")
+    return number
+
+
+def event(name: str, given: Any) -> None:
+    """Refuses what no stream can wait for."""
+    if given is not None and not isinstance(given, (EventHandle, EventOverlap)):
+        raise TypeError(f"{name} is a {type(given).__name__}: give an EventHandle or EventOverlap of deep_ep")
 
 
 def stats(name: str, given: Any, x: torch.Tensor, length: int, size: int) -> None:
@@ -90,7 +105,7 @@ def stats(name: str, given: Any, x: torch.Tensor, length: int, size: int) -> Non
     if given is None:
         return
     shaped(name, given, (length,), (torch.int32 if size == 4 else torch.int64,))
-    _beside(name, given, x)
+    beside(name, given, x)
     if not given.is_contiguous():
         raise ValueError(f"{name} has the strides {given.stride()}: give a contiguous tensor")
 
@@ -98,11 +113,12 @@ def stats(name: str, given: Any, x: torch.Tensor, length: int, size: int) -> Non
 def sums_out(given: Any, x: torch.Tensor, shape: Tuple[int, int]) -> None:
     """Refuses what no low-latency combine can write sums to."""
     shaped("out", given, shape, _ROWS)
-    _beside("out", given, x)
+    beside("out", given, x)
     if given.stride(1) != 1 and given.numel() > 0:
         raise ValueError(f"out has the strides {given.stride()}: give a tensor whose rows are contiguous")
 
 
-def _beside(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
+def beside(name: str, given: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuses a tensor of another device than rows are on."""
     if given.device != x.device:
-        raise ValueError(f"{name} is on {given.device}, and x on {x.device}: give tensors of one device")
+        raise ValueError(f"{name} is on {given.device}, and other tensors on {x.device}: give tensors of one device")

@@ -5,6 +5,7 @@ DeepEP's normal mode knows no most number of tokens, and a context does: `_growt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -24,6 +25,69 @@ def _capturing(x: torch.Tensor) -> bool:
 def refuse_capture(x: torch.Tensor) -> None:
     if _capturing(x):
         raise RuntimeError("a capture needs a context that is not there: make the same calls once before it, eagerly")
+
+
+class Unreceived:
+    """Calls of a kind in two halves, of which a context receives each before it sends the next. Where an exception
+    comes in between, such as Ctrl-C in the wait for counts or no memory for the output, the next call receives that
+    half first, and its results are nobody's."""
+
+    def __init__(self) -> None:
+        self._left: Optional[Tuple[Callable[[], Any], Callable[[Any], Any]]] = None
+
+    def halves(
+        self,
+        send: Callable[[], Any],
+        prepare: Callable[[Any], Any],
+        receive: Callable[[Any, Any], Any],
+        later: Optional[Callable[[Any], Any]] = None,
+    ) -> Any:
+        """What `receive(sent, prepare(sent))` returns, of what `send` returned. `later`: in place of `prepare` in a
+        later call, which may be called several times; by default `prepare`."""
+        self.finish()
+        later = prepare if later is None else later
+        try:
+            sent = send()
+        except BaseException as error:
+            # Ctrl-C in its wait. An error of the library's says what became of the call.
+            if not isinstance(error, Error) and hasattr(error, "sent"):
+                self._leave(error.sent, later, receive)
+            raise
+        self._leave(sent, later, receive)
+        try:
+            made = receive(sent, prepare(sent))
+        except BaseException as error:
+            if hasattr(error, "handle"):
+                self._left = None
+            raise
+        self._left = None
+        return made
+
+    def _leave(self, sent: Any, prepare: Callable[[Any], Any], receive: Callable[[Any, Any], Any]) -> None:
+        self._left = partial(prepare, sent), partial(receive, sent)
+
+    def finish(self) -> None:
+        """Receives what an earlier call left."""
+        if self._left is None:
+            return
+        prepare, receive = self._left
+        try:
+            receive(prepare())
+        except ValueError as error:
+            # It was received, and Ctrl-C came in the wait after that.
+            if isinstance(error, Error):
+                raise
+        except Error as error:
+            if getattr(error, "fatal", False):
+                self._left = None
+            # What a call found that took place was for its caller. Without a handle it is an earlier call's.
+            if self._left is None or not hasattr(error, "handle"):
+                raise
+        self._left = None
+
+    def drop(self) -> None:
+        """Leaves it unreceived: the context goes."""
+        self._left = None
 
 
 class Wanted(NamedTuple):
@@ -79,6 +143,36 @@ class Counted(NamedTuple):
     """Unusable routing: the dispatch took place without this rank's tokens."""
 
 
+def counted(
+    dispatches: Unreceived,
+    ep: AllToAll,
+    send: Callable[[AllToAll], Any],
+    receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
+    repeat: Callable[[], Any],
+) -> Counted:
+    """A dispatch. `send`: the sending half, with counts. `receive`: the output for so many rows, those of notices
+    included, and what else is to be returned; with True an output that is as small as can be, whose rows are
+    nobody's. `repeat`: makes a larger context and this dispatch again, as other ranks do where there were notices,
+    after a call whose rows are nobody's."""
+    found = Found()
+
+    def prepared(sent: Any, later: bool = False) -> Any:
+        experts, sources = ep.counts(sent)
+        return (later, experts, sources, *receive(ep, experts, sources, later))
+
+    def received(sent: Any, prepared: Any) -> Counted:
+        later, experts, sources, output, made = prepared
+        done = Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
+        if later and experts[-1] != 0:
+            repeat()
+        return done
+
+    done: Counted = dispatches.halves(
+        lambda: found.sending(lambda: send(ep)), prepared, received, partial(prepared, later=True)
+    )
+    return done
+
+
 class Normal:
     """The context of normal calls."""
 
@@ -86,10 +180,13 @@ class Normal:
         self._world, self._timeout, self._round_tokens = world, timeout, round_tokens
         self._hosts = Hosts(world)
         self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
+        self.dispatches, self.combines = Unreceived(), Unreceived()
 
     def get(self, x: torch.Tensor, wanted: Wanted, sms: Optional[int], tokens: Optional[int] = None) -> AllToAll:
         """One for calls like this one. `tokens`: how many each rank may have, the same on all ranks; `None`: as many as
         any has now, if it must be made."""
+        # It may make a larger context.
+        self.dispatches.finish()
         if self._made is not None and self._made[0].covers(wanted) and (tokens or 0) <= self._made[1]:
             return self._made[2]
         refuse_capture(x)
@@ -102,25 +199,20 @@ class Normal:
         sms: Optional[int],
         tokens: Optional[int],
         send: Callable[[AllToAll], Any],
-        receive: Callable[[AllToAll, List[int], List[int]], Tuple[Any, Any]],
+        receive: Callable[[AllToAll, List[int], List[int], bool], Tuple[Any, Any]],
     ) -> Counted:
-        """A dispatch that makes larger contexts until all ranks' tokens have room. `send`: the sending half, with
-        counts. `receive`: the output for so many rows, and what else is to be returned."""
+        """A dispatch that makes larger contexts until all ranks' tokens have room, by the arguments of `counted`."""
+
+        def repeat() -> None:
+            self.grow(x, sms)
+            self.counted(x, wanted, sms, tokens, send, lambda ep, experts, sources, _: receive(ep, experts, sources, True))
+
         while True:
-            ep = self.get(x, wanted, sms, tokens)
-            found = Found()
-            try:
-                sent = send(ep)
-            except Error as error:
-                sent = found.take(error, "sent")
-            experts, sources = ep.counts(sent)
-            # Notices have rows, too.
-            output, made = receive(ep, experts, sources)
-            handle = ep.dispatch_recv(sent, output)
-            if experts.pop() == 0:
-                return Counted(ep, handle, made, experts, sources, found)
+            done = counted(self.dispatches, self.get(x, wanted, sms, tokens), send, receive, repeat)
+            if done.experts.pop() == 0:
+                return done
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
-            del ep, sent, output, made, handle
+            del done
             self.grow(x, sms)
 
     def grow(self, x: torch.Tensor, sms: Optional[int]) -> None:
@@ -131,6 +223,8 @@ class Normal:
     def close(self) -> None:
         """Gives the context up, for good."""
         self._made = None
+        self.dispatches.drop()
+        self.combines.drop()
         self._hosts.close()
 
     def _make(self, wanted: Wanted, tokens: int, sms: Optional[int]) -> AllToAll:
@@ -146,6 +240,7 @@ class Normal:
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = None
+        self.dispatches.drop()
         ep = self._hosts.context(
             hidden=wanted.hidden, experts=experts + ranks, top_k=wanted.choices, max_tokens_per_rank=room,
             device=wanted.device, dtype=dtype, combine_dtype=dtype, duplicates=True, payload_words=wanted.choices,

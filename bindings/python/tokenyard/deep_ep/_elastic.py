@@ -15,7 +15,7 @@ from .._tensors import name_of
 from . import _checks, _config
 from ._contexts import Normal
 from ._elastic_calls import Again, Call, Place, must_be_the_same, rows_of
-from ._shared import Event, Rows, Streams, must_divide, world_of
+from ._shared import Event, Rows, Streams, world_of
 from .utils import EventHandle, EventOverlap
 
 Dispatched = Tuple[Rows, Optional[torch.Tensor], Optional[torch.Tensor], "EPHandle", EventOverlap]
@@ -112,6 +112,12 @@ class ElasticBuffer:
     ) -> None:
         if num_cpu_bytes:
             raise NotImplementedError(f"num_cpu_bytes is {num_cpu_bytes}: there are no buffers of host memory; give 0")
+        sizes = dict(num_max_tokens_per_rank=num_max_tokens_per_rank, num_topk=num_topk, hidden=hidden)
+        for name, number in sizes.items():
+            _checks.whole(name, number, -(1 << 63))
+        seconds = num_gpu_timeout_secs
+        if not isinstance(seconds, (int, float)) or not 0 < seconds <= 1e9:
+            raise ValueError(f"num_gpu_timeout_secs is {seconds!r}: give seconds above 0, up to 1e9")
         if num_max_tokens_per_rank < 0 or num_topk < 0 or num_topk > 32:
             raise ValueError(
                 f"num_max_tokens_per_rank is {num_max_tokens_per_rank} and num_topk {num_topk}: give 0 or more, and of "
@@ -137,9 +143,16 @@ class ElasticBuffer:
         self._streams = Streams()
 
     def destroy(self) -> None:
-        """Gives up the context, once no handle of it is alive. Calls are refused from now on."""
+        """Gives up the context, once no handle of it is alive. Calls are refused from now on. Local; also done
+        at the end of a block of `with`."""
         self._normal.close()
         self._world = None
+
+    def __enter__(self) -> ElasticBuffer:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.destroy()
 
     @staticmethod
     def get_buffer_size_hint(
@@ -267,7 +280,7 @@ class ElasticBuffer:
             return got, local, weights, handle, event
         if topk_idx is None or num_experts is None:
             raise ValueError("topk_idx or num_experts is missing: give both, or handle")
-        must_divide(num_experts, self.num_ranks)
+        _checks.tensor("topk_idx", topk_idx, 2)
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         call = Call(
             self, rows, scales, topk_idx, topk_weights, num_experts, most,
@@ -275,11 +288,9 @@ class ElasticBuffer:
             use_tma_aligned_col_major_sf, before, num_sms, do_handle_copy,
         )
         stats = cumulative_local_expert_recv_stats
-        if stats is not None:
-            _checks.shaped("cumulative_local_expert_recv_stats", stats, (call.local_experts,), (torch.int32,))
         counted = do_cpu_sync is None or do_cpu_sync
         inputs = [t for t in (rows, scales, topk_idx, topk_weights, stats) if t is not None]
-        call.check(counted)
+        call.check(counted, stats)
 
         def work() -> Any:
             (*results, place, kept_idx), found = call.counted() if counted else call.capacity()
@@ -310,6 +321,7 @@ class ElasticBuffer:
         `[rows]`; and the event. `x`: bf16, fp16 or fp32 `[rows, hidden]`, as many rows as the dispatch made. `bias`:
         one or two tensors `[tokens, hidden]` of the same dtype, which are added before the rounding."""
         place = self._placed(handle, handle.do_expand if isinstance(handle, EPHandle) else False)
+        _checks.tensor("x", x, 2)
         kept, dtype = place.kept, x.dtype
         if dtype not in _SUMMED:
             raise TypeError(f"x is {dtype}: give bf16, fp16 or fp32 rows")
@@ -317,28 +329,37 @@ class ElasticBuffer:
         if topk_weights is not None:
             wanted = (kept.capacity,) if handle.do_expand else (kept.capacity, place.choices)
             _checks.shaped("topk_weights", topk_weights, wanted, (torch.float32,))
-        biases = [] if bias is None else [bias] if isinstance(bias, torch.Tensor) else list(bias)
+        biases = [] if bias is None else list(bias) if isinstance(bias, (tuple, list)) else [bias]
         if len(biases) > 2:
             raise ValueError(f"bias has {len(biases)} tensors: give at most 2")
         for tensor in biases:
             _checks.shaped("bias", tensor, (kept.tokens, kept.format.hidden), (dtype,))
         inputs = [x, *biases] + ([topk_weights] if topk_weights is not None else [])
+        for name, tensor in zip(["x"] + ["bias"] * len(biases) + ["topk_weights"], inputs):
+            _checks.beside(name, tensor, place.source)
         before = previous_event_before_epilogue
+        _checks.event("previous_event_before_epilogue", before)
 
         def work() -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
             given: Dict[str, Any] = {}
             if topk_weights is not None:
                 given = place.weights_back(topk_weights)
-            out = biases[0].float() if biases else x.new_empty((kept.tokens, kept.format.hidden))
+            out = x.new_empty((kept.tokens, kept.format.hidden), dtype=torch.float32 if biases else dtype)
+            if biases:
+                # Of any strides.
+                out.copy_(biases[0])
             for tensor in biases[1:]:
-                out = out + tensor.float()
-            if biases and out is biases[0]:
-                out = out.clone()
+                out += tensor.float()
+            combines = self._normal.combines
             if before is not None and not given:
-                sent = kept.ep.combine_send(x, kept.handle, dtype=name_of(x))
-                before.current_stream_wait()
-                kept.ep.combine_recv(sent, out, accumulate=bool(biases))
+                combines.halves(
+                    lambda: kept.ep.combine_send(x, kept.handle, dtype=name_of(x)),
+                    lambda sent: before.current_stream_wait(),
+                    lambda sent, _: kept.ep.combine_recv(sent, out, accumulate=bool(biases)),
+                    lambda sent: None,
+                )
             else:
+                combines.finish()
                 if before is not None:
                     before.current_stream_wait()
                 kept.ep.combine(x, kept.handle, out, accumulate=bool(biases), dtype=name_of(x), **given)

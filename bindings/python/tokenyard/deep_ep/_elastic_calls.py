@@ -13,11 +13,13 @@ from .._native import Error, Format, Output
 from .._tensors import device_of, name_of
 from . import _checks
 from ._contexts import Kept, Normal, Offered, Wanted
-from ._shared import Event, Rows
+from ._shared import Event, Rows, must_divide
 
 if TYPE_CHECKING:
     from ._elastic import ElasticBuffer
 
+# Of a token's payload.
+_MOST_WORDS = 4096
 _ROWS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
 
 
@@ -163,7 +165,12 @@ class Call:
         sms: int,
         copies: bool,
     ) -> None:
-        self.buffer, self.given, self.rows, self.experts, self.most = buffer, rows, _carried(rows), experts, most
+        most, sms = _checks.whole("num_max_tokens_per_rank", most, 0), _checks.whole("num_sms", sms, 0)
+        self.buffer, self.given, self.rows = buffer, rows, _carried(rows)
+        self.experts, self.most = must_divide(experts, buffer.num_ranks), most
+        # Ends of experts are int32.
+        most_aligned = ((1 << 31) - 1) // (self.experts // buffer.num_ranks)
+        alignment = _checks.whole("expert_alignment", alignment, 1, most_aligned)
         self.topk_idx, self.topk_weights, self.alignment = topk_idx, topk_weights, alignment
         self.expand, self.zero, self.before, self.copies = expand, zero, before, copies
         self.sms = sms or None
@@ -171,9 +178,13 @@ class Call:
         self.scales = Scales(scales, rows, column_major)
         self.local_experts, self.choices = experts // buffer.num_ranks, topk_idx.shape[-1]
 
-    def check(self, counted: bool) -> None:
-        """Refuses arguments before other ranks are asked for anything."""
+    def check(self, counted: bool, stats: Optional[torch.Tensor]) -> None:
+        """Refuses arguments before other ranks are asked for anything. `stats`: what counts are added to."""
         tokens = len(self.rows)
+        if stats is not None:
+            _checks.shaped("cumulative_local_expert_recv_stats", stats, (self.local_experts,), (torch.int32,))
+            if stats.stride(0) == 0 and self.local_experts > 1:
+                raise ValueError("cumulative_local_expert_recv_stats has one number for all experts: give one for each")
         if self.topk_idx.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"topk_idx is {self.topk_idx.dtype}: give int64 or int32")
         if self.topk_idx.dim() != 2 or len(self.topk_idx) != tokens or not 1 <= self.choices <= 32:
@@ -181,9 +192,20 @@ class Call:
             raise ValueError(f"topk_idx is {shape}: give [{tokens}, top_k], with top_k from 1 to 32")
         if self.topk_weights is not None:
             _checks.shaped("topk_weights", self.topk_weights, (tokens, self.choices), (torch.float32,))
-        if self.alignment < 1:
-            raise ValueError(f"expert_alignment is {self.alignment}: give 1 or more")
-        if self.most < 0 or (self.most == 0 and not counted):
+        if self.rows.element_size() == 1 and self.rows.shape[1] % 128 != 0:
+            raise ValueError(f"x has {self.rows.shape[1]} columns: give a multiple of 128 where elements are bytes")
+        most = _MOST_WORDS - 2 * max(self.choices, self.buffer._choices)
+        if self.scales.words > most:
+            raise ValueError(
+                f"the scale factors of x are {[tokens, self.scales.words]}: give at most {most} words, unless they are "
+                "fp32 or packed UE8M0 by blocks of 128"
+            )
+        others = dict(topk_idx=self.topk_idx, topk_weights=self.topk_weights, cumulative_local_expert_recv_stats=stats)
+        for name, tensor in {"scale factors of x": self.scales.given, **others}.items():
+            if tensor is not None:
+                _checks.beside(name, tensor, self.rows)
+        _checks.event("previous_event_before_epilogue", self.before)
+        if self.most == 0 and not counted:
             raise ValueError(
                 f"num_max_tokens_per_rank is {self.most}, and without do_cpu_sync it decides how many rows there are: "
                 "give the most tokens of a rank"
@@ -210,7 +232,7 @@ class Call:
         )
 
     def offered(self) -> Offered:
-        topk_idx = _growth.named(self.topk_idx, self.experts)
+        topk_idx = _growth.named(self.topk_idx, self.experts, self.buffer.num_ranks)
         parts = [_choices.words(topk_idx)] if self.expand else []
         if self.expand and self.topk_weights is not None:
             parts.append(self.topk_weights)
@@ -229,10 +251,10 @@ class Call:
                 payload=given.payload, format=self.format(ep), counts=True,
             )
 
-        def receive(ep: AllToAll, experts: List[int], sources: List[int]) -> Any:
-            layout = "contiguous" if self.expand else "token"
-            made = Made(self, ep, ep.rows_of_counts(experts, sources, layout=layout, align=self.alignment))
-            if self.before is not None:
+        def receive(ep: AllToAll, experts: List[int], sources: List[int], later: bool) -> Any:
+            layout, align = "contiguous" if self.expand else "token", 1 if later else self.alignment
+            made = Made(self, ep, ep.rows_of_counts(experts, sources, layout=layout, align=align), align)
+            if self.before is not None and not later:
                 self.before.current_stream_wait()
             return made.output, made
 
@@ -248,14 +270,20 @@ class Call:
         tokens = self.buffer.num_ranks * self.most
         expanded = tokens * min(self.choices, self.local_experts) + (self.alignment - 1) * self.local_experts
         expanded = -(-expanded // self.alignment) * self.alignment
-        made, format, found = Made(self, ep, expanded if self.expand else tokens), self.format(ep), Found()
+        made, format = Made(self, ep, expanded if self.expand else tokens, self.alignment), self.format(ep)
         weights = offered.weights if self.weighed() else None
         given: Dict[str, Any] = dict(scales=offered.scales, payload=offered.payload, format=format)
+        before, found = self.before, Found()
         try:
-            if self.before is not None:
-                sent = ep.dispatch_send(offered.x, offered.topk_idx, weights, **given)
-                self.before.current_stream_wait()
-                handle = ep.dispatch_recv(sent, made.output)
+            if before is not None:
+
+                def send() -> Any:
+                    return ep.dispatch_send(offered.x, offered.topk_idx, weights, **given)
+
+                handle = self.buffer._normal.dispatches.halves(
+                    lambda: found.sending(send), lambda sent: before.current_stream_wait(),
+                    lambda sent, _: ep.dispatch_recv(sent, made.output), lambda sent: None,
+                )
             else:
                 handle = ep.dispatch_into(made.output, offered.x, offered.topk_idx, weights, **given)
         except Error as error:
@@ -302,7 +330,7 @@ class Call:
 class Made:
     """Tensors of a dispatch's output."""
 
-    def __init__(self, call: Call, ep: AllToAll, capacity: int) -> None:
+    def __init__(self, call: Call, ep: AllToAll, capacity: int, align: int) -> None:
         self.capacity = capacity
         device, experts, words = call.rows.device, len(ep.local_experts), call.scales.words
 
@@ -320,7 +348,7 @@ class Made:
         if call.expand:
             self.offsets, self.local = make(experts + 1), make(capacity)
             words += call.choices * (1 if call.topk_weights is None else 2)
-            given.update(offsets=self.offsets, row_expert=self.local, align=call.alignment, zero_padding=call.zero)
+            given.update(offsets=self.offsets, row_expert=self.local, align=align, zero_padding=call.zero)
         else:
             self.local = make(capacity, ep.top_k)
             given["token_experts"] = self.local
@@ -346,13 +374,19 @@ class Again:
     ) -> None:
         kept = place.kept
         _checks.shaped("x", rows, (kept.tokens, kept.format.hidden), (rows.dtype,))
+        _checks.beside("x", rows, place.source)
         if topk_weights is not None:
             _checks.shaped("topk_weights", topk_weights, (kept.tokens, place.choices), (torch.float32,))
+            _checks.beside("topk_weights", topk_weights, rows)
+        if scales is not None:
+            _checks.beside("scale factors of x", scales, rows)
+        _checks.event("previous_event_before_epilogue", before)
         self.place, self.given, self.rows, self.topk_weights = place, rows, _carried(rows), topk_weights
         self.scales, self.zero, self.before = Scales(scales, rows, column_major), zero, before
 
     def made(self) -> Tuple[Rows, Optional[torch.Tensor], Optional[torch.Tensor]]:
         kept, choices, rows = self.place.kept, self.place.choices, self.rows
+        self.place.normal.dispatches.finish()
         format = Format(
             kept.format.hidden, kept.format.max_tokens, dtype=name_of(rows), scales=self.scales.kind,
             weights=kept.format.weights,
@@ -374,9 +408,10 @@ class Again:
         )
         weights = None
         if self.topk_weights is not None and payload is not None:
-            weights = payload[:, :choices]
             if self.place.match is not None:
                 weights = _of_choices(self.place.match, payload, 0)
+            else:
+                weights = payload[:, :choices].masked_fill(self.place.local < 0, 0)
         scales = self.scales.received(room, kept.capacity, payload)
         result = _given(out, self.given.dtype)
         local = None if self.place.match is not None else self.place.local.long()
@@ -420,7 +455,8 @@ def _of_choices(match: Optional[torch.Tensor], payload: Optional[torch.Tensor], 
     """The word of each row's choice, of those that begin at a column of the payload; 0 of a row that is none."""
     if match is None or payload is None:
         raise AssertionError("weights of rows without their choices")
-    return torch.where(match, payload[:, begin : begin + match.shape[1]], 0).sum(1)
+    word = payload[:, begin : begin + match.shape[1]].gather(1, match.int().argmax(1, keepdim=True)).squeeze(1)
+    return torch.where(match.any(1), word, 0)
 
 
 def _places(source: torch.Tensor, most: int, ranks: int) -> torch.Tensor:

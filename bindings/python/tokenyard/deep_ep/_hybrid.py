@@ -8,21 +8,24 @@ the host waits for nothing but counts.
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from .. import _choices, _growth
 from .._calls import AllToAll
+from .._errors import Found
 from .._hosts import Hosts
-from .._native import Format, World
+from .._native import Format, Output, World
 from .._tensors import device_of, name_of
 from .._worlds import most_tokens
 from ..ops import _weigh
-from ._contexts import Kept, refuse_capture
+from . import _checks
+from ._contexts import Counted, Kept, Unreceived, counted, refuse_capture
 from ._shared import must_divide, world_of
 
 _MOST_CHOICES = 32
+_ROWS = (torch.bfloat16, torch.float16, torch.float32)
 _Tensors = Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]
 
 
@@ -42,6 +45,8 @@ _ByRank = Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor], Hy
 class _Routed(NamedTuple):
     """What the calls of a handle need."""
 
+    owner: Unreceived
+    """Of the buffer."""
     kept: Kept
     experts: int
     choices: torch.Tensor
@@ -53,6 +58,17 @@ class _Routed(NamedTuple):
     counts: torch.Tensor
     """Permuted: int64 `[local experts]`, padded rows of each."""
     permuted: bool
+
+
+class _Routing(NamedTuple):
+    """The routing of a call."""
+
+    map: torch.Tensor
+    """bool `[tokens, experts]`."""
+    probs: Optional[torch.Tensor]
+    """fp32 of that shape."""
+    wrong: Optional[torch.Tensor]
+    """bool, on the device: whether `topk_idx` names what is no expert."""
 
 
 class _Made(NamedTuple):
@@ -95,19 +111,33 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: Optional[int] = None,
         use_mnnvl: Optional[bool] = None,
     ) -> None:
-        if max_num_of_tokens_per_rank < 0:
-            raise ValueError(f"max_num_of_tokens_per_rank is {max_num_of_tokens_per_rank}: give 0 or more")
+        tokens = _checks.whole("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0)
+        sms = dict(num_sms_dispatch_api=num_sms_dispatch_api, num_sms_combine_api=num_sms_combine_api)
+        known = [_checks.whole(name, number, 0) for name, number in sms.items() if number is not None]
         self.group = group
-        self._world: World = world_of(group, None)
+        self._world: Optional[World] = world_of(group, None)
         self.rank, self.group_size = self._world.rank, self._world.size
         nodes = self._world.nodes
         self.num_of_nodes, self.node_rank = len(nodes), sum(sum(nodes[: i + 1]) <= self.rank for i in range(len(nodes)))
         self.local_rank = self.rank - sum(nodes[: self.node_rank])
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes[self.node_rank]
         self._hosts = Hosts(self._world)
-        self._tokens = max_num_of_tokens_per_rank
-        self._sms = max(num_sms_dispatch_api or 0, num_sms_combine_api or 0) or None
+        self._tokens, self._sms = tokens, max(known, default=0) or None
         self._made: Optional[_Made] = None
+        self._dispatches = Unreceived()
+
+    def destroy(self) -> None:
+        """Gives up the context, once no handle of it is alive. Calls are refused from now on. Local; also done at the
+        end of a block of `with`."""
+        self._made = self._world = None
+        self._dispatches.drop()
+        self._hosts.close()
+
+    def __enter__(self) -> HybridEPBuffer:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.destroy()
 
     def empty_jit_cache(self) -> None:
         """Nothing: no kernels are compiled at run time. Local."""
@@ -138,7 +168,8 @@ class HybridEPBuffer:
 
         `hidden` `[tokens, hidden]`: bf16, fp16, fp32, or fp8 (also as uint8) with `scaling_factor`. `routing_map` bool
         and `probs` fp32 `[tokens, experts]`; or `topk_idx`, -1 for none, and `topk_weights` `[tokens, top_k]`. By
-        `handle` new rows, and probabilities if they are given, go to the places of that dispatch.
+        `handle` new rows, and probabilities if they are given, go to the places of that dispatch. Numbers in `topk_idx`
+        that are no experts raise `ValueError`; where nobody waits for counts, a later call raises `RoutingError`.
 
         There are as many rows as come, or `num_permuted_tokens`: then further rows are zeros, and `handle[-1]` is 1 if
         the last rows were dropped because more came. The host waits for counts, unless `non_blocking` is set and rows
@@ -146,25 +177,27 @@ class HybridEPBuffer:
         `tokenyard.CapacityError`."""
         if use_host_meta is not None:
             non_blocking = not use_host_meta
-        align = pad_multiple or 1
-        if align < 1:
-            raise ValueError(f"pad_multiple is {pad_multiple}: give 1 or more, or None")
-        rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
-        if non_blocking and (rows is None or rows < 0 or rows % align != 0):
+        self._open()
+        # 0 is 1, as None is.
+        align = 0 if pad_multiple is None else _checks.whole("pad_multiple", pad_multiple, 0, (1 << 31) - 1)
+        align = max(1, align)
+        rows = None if num_permuted_tokens is None else _checks.whole("num_permuted_tokens", num_permuted_tokens, 0)
+        if non_blocking and (rows is None or rows % align != 0):
             raise ValueError(
                 f"num_permuted_tokens is {rows}: with non_blocking give 0 or more, a multiple of pad_multiple, {align}"
             )
         with torch.no_grad():
             if handle is not None:
-                routed = _routed(handle, permuted=True)
-                probs = _probs_of(topk_idx, topk_weights, probs, routed.experts)
+                routed = self._routed(handle, permuted=True)
+                probs = _probs_of(hidden, topk_idx, topk_weights, probs, routed.experts)
                 again = _again(routed, _Input(hidden, scaling_factor), probs)
                 return (*_cut(again, routed.rows, rows), routed.counts, _as_handle(handle))
             given = _Input(hidden, scaling_factor)
-            routing_map, probs = _map_of(hidden, routing_map, probs, topk_idx, topk_weights, num_of_experts)
-            call = _Call(self, given, routing_map, probs, num_of_experts_per_rank)
+            routing = _routing_of(hidden, routing_map, probs, topk_idx, topk_weights, num_of_experts)
+            call = _Call(self, given, routing, num_of_experts_per_rank)
             if non_blocking and rows is not None and not self._host_waits(hidden):
                 return call.unwaited(rows, align)
+            call.must_name_experts()
             return call.permuted(rows, align)
 
     def combine_with_unpermute(
@@ -180,7 +213,7 @@ class HybridEPBuffer:
         """The sums `[tokens, hidden]` of the rows of each token, without weights, and `probs` fp32 `[rows]` as
         `[tokens, experts]`, 0 where a token does not go. Sums are fp32; each rank's part and the sum are rounded once.
         `handle`: of `dispatch_with_permute`."""
-        return self._combine(hidden, probs, _routed(handle, permuted=True))
+        return self._combine(hidden, probs, self._routed(handle, permuted=True))
 
     def dispatch(
         self,
@@ -200,18 +233,22 @@ class HybridEPBuffer:
         `dispatch_with_permute`. The host waits for counts."""
         with torch.no_grad():
             if handle is not None:
-                routed = _routed(handle, permuted=False)
-                probs = _probs_of(topk_idx, topk_weights, probs, routed.experts)
+                routed = self._routed(handle, permuted=False)
+                probs = _probs_of(hidden, topk_idx, topk_weights, probs, routed.experts)
                 return (*_again(routed, _Input(hidden, scaling_factor), probs), _as_handle(handle))
-            routing_map, probs = _map_of(hidden, routing_map, probs, topk_idx, topk_weights, num_of_experts)
-            return _Call(self, _Input(hidden, scaling_factor), routing_map, probs, None).by_rank()
+            self._open()
+            given = _Input(hidden, scaling_factor)
+            routing = _routing_of(hidden, routing_map, probs, topk_idx, topk_weights, num_of_experts)
+            call = _Call(self, given, routing, None)
+            call.must_name_experts()
+            return call.by_rank()
 
     def combine(
         self, hidden: torch.Tensor, probs: Optional[torch.Tensor] = None, handle: Optional[Tuple[Any, ...]] = None
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """The sums `[tokens, hidden]` of the rows of each token over ranks, and `probs` as fp32 `[tokens, experts]`.
         `probs` is given as fp32 `[rows, experts]`, of which this rank's experts count. `handle`: of `dispatch`."""
-        return self._combine(hidden, probs, _routed(handle, permuted=False))
+        return self._combine(hidden, probs, self._routed(handle, permuted=False))
 
     # Inside
 
@@ -220,14 +257,34 @@ class HybridEPBuffer:
         """Whether calls are done when they return, with `non_blocking` as without."""
         return not hidden.is_cuda
 
+    def _open(self) -> World:
+        if self._world is None:
+            raise RuntimeError("this HybridEPBuffer was destroyed: make a new one")
+        return self._world
+
+    def _routed(self, handle: Optional[Tuple[Any, ...]], permuted: bool) -> _Routed:
+        """What the calls of a handle of this buffer need."""
+        self._open()
+        by = "dispatch_with_permute" if permuted else "dispatch"
+        if not isinstance(handle, HybridHandle):
+            raise TypeError(f"handle is a {type(handle).__name__}: give what {by} returned")
+        if handle.routed.permuted != permuted:
+            raise ValueError(f"handle is of the other dispatch: give what {by} returned")
+        if handle.routed.owner is not self._dispatches:
+            raise ValueError("handle is of another HybridEPBuffer: give it to the one whose dispatch returned it")
+        return handle.routed
+
     def _combine(
         self, hidden: torch.Tensor, probs: Optional[torch.Tensor], routed: _Routed
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        _checks.tensor("hidden", hidden, 2, _ROWS)
         kept, rows = routed.kept, hidden.shape[0]
+        _checks.beside("hidden", hidden, routed.of_rows)
         if rows < routed.rows:
             raise ValueError(f"hidden has {rows} rows: give the {routed.rows} of the dispatch")
-        if probs is not None and (probs.dtype != torch.float32 or probs.shape[0] != rows):
-            raise ValueError(f"probs is {probs.dtype} {list(probs.shape)}: give float32 of {rows} rows, as hidden has")
+        _checks.shaped("hidden", hidden, (rows, kept.format.hidden))
+        if probs is not None:
+            _must_be_probs(probs, [rows] if routed.permuted else [rows, routed.experts], hidden)
         with torch.no_grad():
             hidden = _resized(hidden, routed.rows, kept.capacity)
             if probs is None:
@@ -251,6 +308,8 @@ class HybridEPBuffer:
 
     def _context(self, given: _Input, experts: int, routing_map: torch.Tensor) -> AllToAll:
         """The context for a call like this one, made if ranks have none. What decides is the same on all ranks."""
+        # It may make a larger context.
+        self._dispatches.finish()
         made, kind = self._made, (given.x.shape[1], experts, device_of(given.x))
         if made is not None and made.kind == kind and made.fp32 >= given.fp32:
             return made.ep
@@ -265,13 +324,15 @@ class HybridEPBuffer:
         if made is not None and made.kind[0] == x.shape[1]:
             before, fp32 = max(before, made.room), fp32 or made.fp32
             choices = max(choices, min(made.ep.top_k, experts))
-        tokens, choices = _growth.most(self._world, max(tokens, before), max(choices, 1))
+        world = self._open()
+        tokens, choices = _growth.most(world, max(tokens, before), max(choices, 1))
         if choices > _MOST_CHOICES:
             raise ValueError(f"a token of some rank goes to {choices} experts: {_MOST_CHOICES} is the most")
         ranks = self.group_size
-        room, dtype = _growth.rounded(tokens, most_tokens(self._world)), "fp32" if fp32 else "bf16"
+        room, dtype = _growth.rounded(tokens, most_tokens(world)), "fp32" if fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = made = None
+        self._dispatches.drop()
         ep = self._hosts.context(
             hidden=x.shape[1], experts=experts + ranks, top_k=choices, max_tokens_per_rank=room,
             device=device_of(x), dtype=dtype, combine_dtype=dtype, weights="none", payload_words=choices,
@@ -287,12 +348,17 @@ class _Input:
     """Rows of a call, and their scales."""
 
     def __init__(self, hidden: torch.Tensor, scales: Optional[torch.Tensor]) -> None:
-        if hidden.dim() != 2:
-            raise ValueError(f"hidden is {list(hidden.shape)}: give [tokens, hidden]")
+        _checks.tensor("hidden", hidden, 2, (*_ROWS, torch.float8_e4m3fn, torch.uint8))
         self.as_bytes = hidden.dtype == torch.uint8
         self.x = hidden.view(torch.float8_e4m3fn) if self.as_bytes else hidden
         # HybridEP's callers give scales of other rows, too.
         self.scales = scales if self.x.dtype == torch.float8_e4m3fn else None
+        if self.scales is not None:
+            _checks.tensor("scaling_factor", scales, 2, (torch.float32, torch.int32))
+            tokens, columns = hidden.shape
+            block = 128 if self.scales.dtype == torch.float32 else 512
+            _checks.shaped("scaling_factor", self.scales, (tokens, -(-columns // block)))
+            _checks.beside("scaling_factor", self.scales, hidden)
         self.fp32 = self.x.dtype == torch.float32
 
     def format(self, max_tokens: int) -> Format:
@@ -315,12 +381,11 @@ class _Call:
         self,
         buffer: HybridEPBuffer,
         given: _Input,
-        routing_map: torch.Tensor,
-        probs: Optional[torch.Tensor],
+        routing: _Routing,
         experts_per_rank: Optional[int],
     ) -> None:
-        self.buffer, self.given, self.map, self.probs = buffer, given, routing_map, probs
-        self.ranks, self.experts = buffer.group_size, routing_map.shape[1]
+        self.buffer, self.given, (self.map, self.probs, self.wrong) = buffer, given, routing
+        self.ranks, self.experts = buffer.group_size, self.map.shape[1]
         must_divide(self.experts, self.ranks)
         if experts_per_rank is not None and experts_per_rank * self.ranks != self.experts:
             raise ValueError(
@@ -329,14 +394,24 @@ class _Call:
             )
         self.local = self.experts // self.ranks
 
+    def must_name_experts(self) -> None:
+        """Refuses numbers in `topk_idx` that are no experts. The host waits for the device."""
+        if self.wrong is not None and bool(self.wrong):
+            raise ValueError(f"topk_idx names what is no expert: give 0 to {self.experts - 1}, or -1 for none")
+
     def permuted(self, rows: Optional[int], align: int) -> _ByExpert:
         """The host waits for the counts."""
-        ep, sent, choices, experts, sources = self.counted("contiguous")
-        padded = [-(-count // align) * align for count in experts]
+
+        def padded_of(experts: List[int]) -> List[int]:
+            return [-(-count // align) * align for count in experts]
+
+        done, choices = self.counted(
+            "contiguous", align, lambda experts, sources: max(sum(padded_of(experts)), rows or 0)
+        )
+        padded, sources = padded_of(done.experts), done.sources
         needed = sum(padded)
         rows = needed if rows is None else rows
-        capacity = max(needed, rows)
-        got, kept = self.received(ep, sent, "contiguous", align, capacity)
+        got, kept = done.made, self.kept(done.ep, done.handle, max(needed, rows))
         device = self.given.x.device
         if needed > rows:
             # What is past the rows is dropped, and experts have what is left.
@@ -344,11 +419,14 @@ class _Call:
             padded = [end - begin for begin, end in zip([0, *ends], ends)]
         flag = torch.full((1,), int(needed > rows), dtype=torch.int32, device=device)
         routed = _Routed(
-            kept, self.experts, choices, got.also["row_expert"], rows, torch.tensor(padded, dtype=torch.int64), True
+            self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows,
+            torch.tensor(padded, dtype=torch.int64, device="cpu"), True,
         )
-        came = torch.tensor([sum(sources)], dtype=torch.int32)
-        return self.results(got, routed, (None, None, None, came, None, None, None, got.counts[: self.local],
-                                          choices.shape[0], None, flag))
+        came = torch.tensor([sum(sources)], dtype=torch.int32, device="cpu")
+        results = self.results(got, routed, (None, None, None, came, None, None, None, got.counts[: self.local],
+                                             choices.shape[0], None, flag))
+        done.found.raise_with(results)
+        return results
 
     def unwaited(self, rows: int, align: int) -> _ByExpert:
         """Nobody waits for counts. Every rank has as many tokens as the context has room for, or fewer."""
@@ -357,58 +435,88 @@ class _Call:
         if x.shape[0] > ep.format.max_tokens:
             ep = self.buffer._make(self.given, self.experts, self.map)
         choices, over = _choices_of(self.map, ep.top_k)
-        # A token with more choices is one that cannot be sent: that is an error of a later call.
-        sent_choices = torch.where(over, torch.iinfo(torch.int32).max, choices)
-        sent = self.send(ep, x, sent_choices, self.given.scales, choices, False)
-        got, kept = self.received(ep, sent, "contiguous", align, rows)
+        # A token with more choices, or of what is no expert, is one that cannot be sent: an error of a later call.
+        refused = over if self.wrong is None else over | self.wrong
+        sent_choices = torch.where(refused, torch.iinfo(torch.int32).max, choices)
+        output, got = self.output(ep, "contiguous", align, rows)
+        found = Found()
+
+        def send() -> Any:
+            return self.send(ep, x, sent_choices, self.given.scales, choices, False)
+
+        handle = self.buffer._dispatches.halves(lambda: found.sending(send), lambda sent: output, ep.dispatch_recv)
+        kept = self.kept(ep, handle, rows)
         raw = got.counts[: self.local]
         padded = (raw.long() + (align - 1)) // align * align
-        routed = _Routed(kept, self.experts, choices, got.also["row_expert"], rows, padded, True)
+        routed = _Routed(
+            self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows, padded, True
+        )
         flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-        return self.results(got, routed, (None,) * 7 + (raw, choices.shape[0], None, flag))
+        results = self.results(got, routed, (None,) * 7 + (raw, choices.shape[0], None, flag))
+        found.raise_with(results)
+        return results
 
     def by_rank(self) -> _ByRank:
         """A row for each (token, rank). The host waits for the counts."""
-        ep, sent, choices, _experts, sources = self.counted("token")
-        got, kept = self.received(ep, sent, "token", 1, sum(sources))
+        done, choices = self.counted("token", 1, lambda experts, sources: sum(sources))
+        got, kept = done.made, self.kept(done.ep, done.handle, sum(done.sources))
         places = torch.where(got.token_experts >= 0, got.token_experts, self.local).long()
         named = torch.zeros((places.shape[0], self.local + 1), dtype=torch.bool, device=places.device)
         named = named.scatter_(1, places, True)[:, : self.local]
         routed = _Routed(
-            kept, self.experts, choices, got.token_experts, kept.capacity, got.counts, False
+            self.buffer._dispatches, kept, self.experts, choices, got.token_experts, kept.capacity, got.counts, False
         )
-        came = torch.tensor([kept.capacity], dtype=torch.int32)
+        came = torch.tensor([kept.capacity], dtype=torch.int32, device="cpu")
         rows, probs, scales, _counts, handle = self.results(
             got, routed, (None, None, None, came, named.contiguous(), choices.shape[0], None)
         )
+        done.found.raise_with((rows, probs, scales, handle))
         return rows, probs, scales, handle
 
-    def counted(self, layout: str) -> Tuple[AllToAll, Any, torch.Tensor, List[int], List[int]]:
-        """Sends tokens until every rank has room for them: the context, what was sent, choices, and the counts of
-        experts and of sources."""
-        x, scales = self.given.x, self.given.scales
+    def counted(
+        self, layout: str, align: int, room: Callable[[List[int], List[int]], int], later: bool = False
+    ) -> Tuple[Counted, torch.Tensor]:
+        """Sends tokens until every rank has room for them: what came, and choices. `room`: the rows of an output for
+        counts of experts and of sources. `later`: rows are nobody's."""
+        all_later = later
+
+        def receive(ep: AllToAll, experts: List[int], sources: List[int], later: bool) -> Tuple[Output, Any]:
+            if experts[-1] == 0 and not later and not all_later:
+                return self.output(ep, layout, align, room(experts[:-1], sources))
+            # Notices, too, are received first, as each dispatch must be.
+            return self.output(ep, layout, 1, sum(experts if layout == "contiguous" else sources))
+
+        def repeat() -> None:
+            self.buffer._make(self.given, self.experts, self.map)
+            self.counted(layout, align, room, later=True)
+
         while True:
             ep = self.buffer._context(self.given, self.experts, self.map)
             choices, over = _choices_of(self.map, ep.top_k)
-            room, slots = ep.format.max_tokens, x.shape[0] * ep.top_k
-            if x.shape[0] > room or (slots < self.ranks and bool(over)):
-                notice_x, sent_choices = _growth.notice(x, self.experts, ep.top_k, self.ranks)
-                notice_scales = None if scales is None else scales.new_zeros((notice_x.shape[0], scales.shape[1]))
-                sent = self.send(ep, notice_x, sent_choices, notice_scales, sent_choices, True, layout)
-            else:
-                sent_choices = choices
-                if slots >= self.ranks:
-                    notice = torch.full((slots,), -1, dtype=torch.int64, device=x.device)
-                    notice[: self.ranks] = torch.arange(self.experts, self.experts + self.ranks, device=x.device)
-                    sent_choices = torch.where(over, notice.view_as(choices), choices)
-                sent = self.send(ep, x, sent_choices, scales, choices, True, layout)
-            experts, sources = ep.counts(sent)
-            if experts[-1] == 0:
-                return ep, sent, choices, experts[:-1], sources
-            # Some rank needs a larger context. What was sent is received first, as each dispatch must be.
-            self.received(ep, sent, layout, 1, sum(experts if layout == "contiguous" else sources))
-            del ep, sent
+            done = counted(
+                self.buffer._dispatches, ep, lambda ep: self.send_or_notify(ep, choices, over, layout), receive, repeat
+            )
+            if done.experts.pop() == 0:
+                return done, choices
+            # Some rank needs a larger context.
+            del ep, done
             self.buffer._make(self.given, self.experts, self.map)
+
+    def send_or_notify(self, ep: AllToAll, choices: torch.Tensor, over: torch.Tensor, layout: str) -> Any:
+        """Sends tokens, or where they are more than the context has room for the notice that goes in their place.
+        `over`: whether a token has more choices."""
+        x, scales = self.given.x, self.given.scales
+        slots = x.shape[0] * ep.top_k
+        if x.shape[0] > ep.format.max_tokens or (slots < self.ranks and bool(over)):
+            notice_x, sent_choices = _growth.notice(x, self.experts, ep.top_k, self.ranks)
+            notice_scales = None if scales is None else scales.new_zeros((notice_x.shape[0], scales.shape[1]))
+            return self.send(ep, notice_x, sent_choices, notice_scales, sent_choices, True, layout)
+        sent_choices = choices
+        if slots >= self.ranks:
+            notice = torch.full((slots,), -1, dtype=torch.int64, device=x.device)
+            notice[: self.ranks] = torch.arange(self.experts, self.experts + self.ranks, device=x.device)
+            sent_choices = torch.where(over, notice.view_as(choices), choices)
+        return self.send(ep, x, sent_choices, scales, choices, True, layout)
 
     def send(
         self,
@@ -431,7 +539,8 @@ class _Call:
             counts=counts,
         )
 
-    def received(self, ep: AllToAll, sent: Any, layout: str, align: int, capacity: int) -> Any:
+    def output(self, ep: AllToAll, layout: str, align: int, capacity: int) -> Tuple[Output, Any]:
+        """An output of so many rows, and its tensors."""
         format = self.given.format(ep.format.max_tokens)
         words = 0 if self.probs is None else ep.top_k * (2 if layout == "contiguous" else 1)
         also = ("row_expert",) if layout == "contiguous" else ()
@@ -439,8 +548,11 @@ class _Call:
             self.given.x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
         )
         _clear(got.rows, got.scales)
-        handle = ep.dispatch_recv(sent, output)
-        return got, Kept(ep, handle, self.given.x.shape[0], capacity, format)
+        return output, got
+
+    def kept(self, ep: AllToAll, handle: Any, capacity: int) -> Kept:
+        """What later calls of a handle need."""
+        return Kept(ep, handle, self.given.x.shape[0], capacity, self.given.format(ep.format.max_tokens))
 
     def results(self, got: Any, routed: _Routed, members: Tuple[Any, ...]) -> _ByExpert:
         probs = None if got.payload is None else _row_probs(routed, got.payload, self.buffer.rank)
@@ -455,12 +567,14 @@ def _again(routed: _Routed, given: _Input, probs: Optional[torch.Tensor]) -> _Te
     kept, x, scales = routed.kept, given.x, given.scales
     if x.shape[0] != kept.tokens:
         raise ValueError(f"hidden has {x.shape[0]} tokens: give the {kept.tokens} of the handle's dispatch")
+    _checks.shaped("hidden", x, (kept.tokens, kept.format.hidden))
+    _checks.beside("hidden", x, routed.of_rows)
     rows = torch.empty((kept.capacity, x.shape[1]), dtype=x.dtype, device=x.device)
     row_scales = None if scales is None else scales.new_empty((kept.capacity, scales.shape[1]))
     _clear(rows, row_scales)
     payload = got = None
     if probs is not None:
-        _check_probs(probs, [routed.choices.shape[0], routed.experts])
+        _must_be_probs(probs, [routed.choices.shape[0], routed.experts], x)
         weights = _gathered(probs, routed.choices)
         payload = torch.cat((_choices.words(routed.choices), weights), 1) if routed.permuted else weights
         got = payload.new_empty((kept.capacity, payload.shape[1]))
@@ -468,6 +582,7 @@ def _again(routed: _Routed, given: _Input, probs: Optional[torch.Tensor]) -> _Te
         kept.format.hidden, kept.format.max_tokens, dtype=name_of(x), scales=given.format(1).scales,
         combine_dtype=kept.format.combine_dtype, weights="none",
     )
+    routed.owner.finish()
     kept.ep.dispatch_again(
         kept.handle, x, rows, scales=scales, row_scales=row_scales, payload=payload, row_payload=got, format=format
     )
@@ -505,46 +620,69 @@ def _gathered(probs: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
 def _spread(words: torch.Tensor, choices: torch.Tensor, experts: int) -> torch.Tensor:
     """`[rows, experts]` of `[rows, choices]`, 0 where there is none."""
     made = words.new_zeros((words.shape[0], experts + 1))
-    made.scatter_(1, torch.where(choices >= 0, choices, experts), words)
+    made.scatter_(1, torch.where((choices >= 0) & (choices < experts), choices, experts), words)
     return made[:, :experts].contiguous()
 
 
-def _map_of(
+def _routing_of(
     hidden: torch.Tensor,
     routing_map: Optional[torch.Tensor],
     probs: Optional[torch.Tensor],
     topk_idx: Optional[torch.Tensor],
     topk_weights: Optional[torch.Tensor],
     experts: Optional[int],
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """The routing of a call as a map and probabilities of all experts."""
+) -> _Routing:
+    """The routing of a call."""
+    wrong = None
     if routing_map is None:
         if topk_idx is None or experts is None:
             raise ValueError("routing_map is missing: give it, or topk_idx and num_of_experts, or handle")
+        experts = _checks.whole("num_of_experts", experts, 1, 1 << 20)
+        given = _probs_of(hidden, topk_idx, topk_weights, probs, experts)
         choices = topk_idx.long()
+        wrong = ((choices < -1) | (choices >= experts)).any()
         words = torch.ones(choices.shape, dtype=torch.float32, device=choices.device)
-        routing_map = _spread(words, choices, experts) > 0
-        probs = _probs_of(topk_idx, topk_weights, None, experts)
+        routing_map, probs = _spread(words, choices, experts) > 0, given
     tokens = hidden.shape[0]
+    if not isinstance(routing_map, torch.Tensor):
+        raise TypeError(f"routing_map is a {type(routing_map).__name__}: give a tensor")
     if routing_map.dtype != torch.bool or routing_map.dim() != 2 or routing_map.shape[0] != tokens:
         found = f"routing_map is {routing_map.dtype} {list(routing_map.shape)}"
         raise ValueError(f"{found}: give bool [{tokens}, experts], as hidden has rows")
+    _checks.beside("routing_map", routing_map, hidden)
     if probs is not None:
-        _check_probs(probs, list(routing_map.shape))
-    return routing_map, probs
+        _must_be_probs(probs, list(routing_map.shape), hidden)
+    return _Routing(routing_map, probs, wrong)
 
 
-def _check_probs(probs: torch.Tensor, shape: List[int]) -> None:
+def _must_be_probs(probs: Any, shape: List[int], hidden: torch.Tensor) -> None:
+    """Refuses what are no probabilities of this shape."""
+    if not isinstance(probs, torch.Tensor):
+        raise TypeError(f"probs is a {type(probs).__name__}: give a tensor")
     if probs.dtype != torch.float32 or list(probs.shape) != shape:
-        raise ValueError(f"probs is {probs.dtype} {list(probs.shape)}: give float32 {shape}, of tokens and experts")
+        raise ValueError(f"probs is {probs.dtype} {list(probs.shape)}: give float32 {shape}")
+    _checks.beside("probs", probs, hidden)
 
 
 def _probs_of(
-    topk_idx: Optional[torch.Tensor], topk_weights: Optional[torch.Tensor], probs: Optional[torch.Tensor], experts: int
+    hidden: torch.Tensor,
+    topk_idx: Optional[torch.Tensor],
+    topk_weights: Optional[torch.Tensor],
+    probs: Optional[torch.Tensor],
+    experts: int,
 ) -> Optional[torch.Tensor]:
     """Probabilities of all experts."""
-    if topk_idx is None or topk_weights is None:
+    if topk_idx is None:
         return probs
+    _checks.choices(topk_idx)
+    _checks.shaped("topk_idx", topk_idx, (hidden.shape[0], topk_idx.shape[1]))
+    _checks.beside("topk_idx", topk_idx, hidden)
+    if probs is not None:
+        raise ValueError("probs is given with topk_idx: give topk_weights in its place")
+    if topk_weights is None:
+        return None
+    _checks.shaped("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,))
+    _checks.beside("topk_weights", topk_weights, hidden)
     return _spread(topk_weights, topk_idx.long(), experts)
 
 
@@ -578,13 +716,3 @@ def _cut(made: _Tensors, used: int, wanted: Optional[int]) -> _Tensors:
 def _as_handle(handle: Tuple[Any, ...]) -> HybridHandle:
     assert isinstance(handle, HybridHandle)
     return handle
-
-
-def _routed(handle: Optional[Tuple[Any, ...]], permuted: bool) -> _Routed:
-    """What a handle's calls need."""
-    by = "dispatch_with_permute" if permuted else "dispatch"
-    if not isinstance(handle, HybridHandle):
-        raise TypeError(f"handle is a {type(handle).__name__}: give what {by} returned")
-    if handle.routed.permuted != permuted:
-        raise ValueError(f"handle is of the other dispatch: give what {by} returned")
-    return handle.routed

@@ -8,10 +8,14 @@ import torch
 
 from .._native import World
 from .._worlds import world_of_group, world_over
+from . import _checks
 from .utils import EventHandle, EventOverlap
 
 Event = Optional[Union[EventOverlap, EventHandle]]
 Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+
+# Of a context, which has one for growth on each rank besides: what is more is refused before lists of all are made.
+_MOST_EXPERTS = 1 << 20
 
 
 class Streams:
@@ -34,6 +38,7 @@ class Streams:
         """Runs work on the current stream, after `previous`; or what may finish later on the communication stream, after
         `previous` or what the current stream has. `inputs`: the tensors that work reads; those that it returns are
         noticed."""
+        _checks.event("previous_event", previous)
         device = inputs[0].device
         if device.type != "cuda":
             return work(), EventOverlap()
@@ -70,6 +75,8 @@ def world_of(group: Any, comm: Any) -> World:
     """The world of a group of torch.distributed or of an MPI communicator; a world as it is."""
     if isinstance(group, World):
         return group
+    if group is None and comm is None:
+        raise ValueError("group is None: give a group of torch.distributed, or a tokenyard.World")
     if group is not None:
         return world_of_group(group)
 
@@ -80,10 +87,12 @@ def world_of(group: Any, comm: Any) -> World:
     return world_over(comm.Get_rank(), comm.Get_size(), all_gather)
 
 
-def must_divide(experts: int, ranks: int) -> None:
-    """Refuses numbers of experts that ranks cannot share."""
-    if experts <= 0 or experts % ranks != 0:
-        raise ValueError(f"num_experts is {experts}: give a multiple of the {ranks} ranks")
+def must_divide(experts: Any, ranks: int) -> int:
+    """The number of experts. Refuses numbers that ranks cannot share."""
+    number = _checks.whole("num_experts", experts, -(1 << 63), _MOST_EXPERTS)
+    if number <= 0 or number % ranks != 0:
+        raise ValueError(f"num_experts is {number}: give a multiple of the {ranks} ranks")
+    return number
 
 
 def _tensors(made: Any) -> List[torch.Tensor]:

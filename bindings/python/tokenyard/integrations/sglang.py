@@ -355,7 +355,8 @@ class _Dispatcher:
             self._hidden, ep.format.max_tokens, dtype="fp8" if fp8 else name_of(x), scales=scales, quantize=fp8,
             combine_dtype=name_of(x), weights="dispatch",
         )
-        offered = Offered(x, _growth.named(tokens.ids, self._experts), tokens.weights, None).within(ep, self._experts)
+        ids = _growth.named(tokens.ids, self._experts, self._ranks)
+        offered = Offered(x, ids, tokens.weights, None).within(ep, self._experts)
         sent = ep.dispatch_send(offered.x, offered.topk_idx, offered.weights, format=format, counts=True)
         return _Prefill(tokens, fp8, ep, format, sent)
 

@@ -201,7 +201,7 @@ class _Exchange:
         """What came, with router weights, and the local expert of each row `[rows, 1]`."""
         _group, _hidden, experts, top_k, _dtype, _device = self.wanted
         ranks, capturing = self._group.world.size, x.is_cuda and torch.cuda.is_current_stream_capturing()
-        ids = named(ids, experts)
+        ids = named(ids, experts, ranks)
         x, weights = x.contiguous(), weights.float().contiguous()
         if capturing:
             if self._ep is None or x.shape[0] > self._room:
