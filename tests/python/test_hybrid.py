@@ -470,11 +470,14 @@ def test_in_rounds():
         back = check_combined(buffer, tokens, rank, got[4], places, torch.bfloat16, tokens.x, got[0], got[1])
         assert same(back, tokens.probs[rank])
         again = buffer.dispatch_with_permute(hidden=given["hidden"], probs=given["probs"], handle=got[4])
+        settle(DEVICE)
         assert same(again[0], got[0]) and same(again[1], got[1])
         rows, probs, _, handle = buffer.dispatch(**given)
         settle(DEVICE)
         assert same(rows, rows_of([x.bfloat16() for x in tokens.x], tokens.received(rank)))
-        assert same(buffer.combine(rows, probs, handle)[1], tokens.probs[rank])
+        back = buffer.combine(rows, probs, handle)[1]
+        settle(DEVICE)
+        assert same(back, tokens.probs[rank])
 
     in_threads(DEVICE, ranks, work)
 
