@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
-from ._native import Error
+from ._native import Error, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -30,6 +30,17 @@ class Found:
             return getattr(error, made)
         finally:
             del error
+
+    def receive(self, receive: Callable[[], Any]) -> Any:
+        """Receives. On a GPU the call raises the sending half's unusable routing in place of its own work: that error
+        is noted, and the call made again."""
+        try:
+            return receive()
+        except RoutingError as error:
+            if hasattr(error, "handle"):
+                raise
+            self._error = error
+        return receive()
 
     def raise_with(self, dispatched: Any) -> None:
         """Raises the error, if there is one, with these results as its `dispatched`."""

@@ -5,6 +5,7 @@ DeepEP's normal mode knows no most number of tokens, and a context does: `_growt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -114,7 +115,7 @@ class Normal:
             experts, sources = ep.counts(sent)
             # Notices have rows, too.
             output, made = receive(ep, experts, sources)
-            handle = ep.dispatch_recv(sent, output)
+            handle = found.receive(partial(ep.dispatch_recv, sent, output))
             if experts.pop() == 0:
                 return Counted(ep, handle, made, experts, sources, found)
             # Some rank has more tokens than this context has room for, which goes before the new one is made.
