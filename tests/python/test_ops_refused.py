@@ -92,6 +92,17 @@ def test_a_dispatch_whose_error_comes_in_place_of_its_second_half_is_finished(op
     layer.must_be_right()
 
 
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_dispatch_out_of_order_does_not_wait_for_its_counts(operator):
+    """As after a Ctrl-C in the first one: the error is that of the order, at once."""
+    layer = Layer(timeout=10.0)
+    sent = layer.ep.dispatch_send(layer.x, layer.ids, counts=True)
+    with pytest.raises(tokenyard.OrderError, match="dispatch 1 was sent and not received"):
+        layer.dispatch(exact=True) if operator else layer.ep.dispatch(layer.x, layer.ids, exact=True)
+    layer.ep.dispatch_recv(sent, layer.ep.output(layer.x)[0])
+    layer.must_be_right()
+
+
 def test_an_output_without_room_can_be_combined():
     layer = Layer()
     with pytest.raises(tokenyard.CapacityError) as raised:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ._native import Error, RoutingError
+from ._native import Error, OrderError, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -21,10 +21,10 @@ class Found:
         return self._error is not None
 
     def take(self, error: BaseException, made: str) -> Any:
-        """What the call made, by its name among the error's fields. An error without it is raised again: nothing took
-        place."""
+        """What the call made, by its name among the error's fields. An error without it is raised again, since nothing
+        took place, and so is a call out of order, since what it made stands for nothing."""
         try:
-            if not hasattr(error, made):
+            if not hasattr(error, made) or isinstance(error, OrderError):
                 raise error
             self._error = error
             return getattr(error, made)
