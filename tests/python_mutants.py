@@ -78,6 +78,8 @@ MUTANTS = [
     ("a refused combine forgotten", SGLANG, "ep, handle, weighted = self._kept\n", "(ep, handle, weighted), self._kept = self._kept, None\n",
      "test_sglang.py"),
     ("what an interrupt left in flight forgotten", SGLANG, "self._sent = call_of(error.sent, found)", "pass", "test_sglang.py"),
+    ("combine sent while others compile", SGLANG, "        self._engine._deepep_precompile_tp_barrier()\n        try:", "        try:",
+     "test_sglang.py"),
     ("contexts of captured graphs replaced", SGLANG, "self._low_latency.setdefault(choices,", "self._low_latency.setdefault(0,",
      "test_sglang.py"),
     ("a larger context beside the smaller one", TRANSFORMERS, "        self._ep = None\n        self._ep", "        self._ep",

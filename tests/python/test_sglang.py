@@ -560,6 +560,25 @@ def own_rules(dispatcher, ranks, rank):
         beside_shared_experts(dispatcher, batch, rank)
     # A dispatch that was never combined is no trouble.
     layer(dispatcher, batch, rank, True, 128)
+    while_kernels_are_compiled(dispatcher, batch, rank)
+
+
+def while_kernels_are_compiled(dispatcher, batch, rank):
+    """SGLang's barriers, for as long as a rank compiles: before dispatch and, as experts do it, before combine."""
+    import torch.distributed as dist
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel
+
+    calls = []
+    group = types.SimpleNamespace(device_group=dist.group.WORLD, barrier=lambda: calls.append(dist.barrier()))
+    with envs.SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE.override(True), get_parallel().override(tp_group=group):
+        for prefill in (True, False):
+            with mode(prefill):
+                got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+                assert len(calls) == 1
+                dispatcher.combine(combine_input=batch.outputs(rank, got))
+                assert len(calls) == 2
+            calls.clear()
 
 
 def in_bf16(dispatcher):

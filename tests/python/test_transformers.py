@@ -577,8 +577,11 @@ def test_transformers_over_ranks(reports, name, size):
 def test_what_register_refuses():
     from tokenyard.integrations import transformers as integration
 
-    with pytest.raises(ValueError, match="timeout is 0: expected seconds above 0, got 0"):
-        integration.register(timeout=0)
+    for timeout in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"timeout is {timeout}: expected seconds above 0, up to 1e9, got"):
+            integration.register(timeout=timeout)
+    with pytest.raises(TypeError, match="timeout is of another type: expected seconds, got str"):
+        integration.register(timeout="10")
 
 
 if __name__ == "__main__":

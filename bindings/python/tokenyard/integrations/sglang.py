@@ -42,6 +42,7 @@ from .._native import CombineSent, Error, Format, Handle, Output, RoutingError, 
 from .._tensors import TYPES, device_of, name_of
 from .._worlds import World
 from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted
+from . import seconds
 
 __all__ = ["TESTED_VERSIONS", "install", "plugin"]
 
@@ -80,8 +81,7 @@ def install(backend: str = "deepep", *, timeout: float = 100.0) -> None:
     `backend`: for which `--moe-a2a-backend`; other backends stay SGLang's. `timeout`: seconds for which a call waits
     for other ranks. A version of SGLang that lacks something raises `ImportError`, which names it.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    seconds(timeout)
     engine = _engine()
     known = [member.value for member in engine.MoeA2ABackend]
     if backend not in known:
@@ -320,6 +320,8 @@ class _Dispatcher:
             given["topk_weights"] = torch.nn.functional.pad(weights.float(), (0, missing)).contiguous()
         out = torch.empty((handle.tokens, self._hidden), dtype=rows.dtype, device=rows.device)
         stream = self._overlapped(rows)
+        # Kernels of the experts were compiled since the dispatch, for longer than others wait.
+        self._engine._deepep_precompile_tp_barrier()
         try:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 sent = ep.combine_send(rows, handle, **given)

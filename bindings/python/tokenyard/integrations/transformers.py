@@ -45,6 +45,7 @@ from .._native import RoutingError
 from .._worlds import World
 from .._growth import named, notice, placement, renumber, room
 from .._tensors import device_of, name_of
+from . import seconds
 
 __all__ = ["TESTED_VERSIONS", "register"]
 
@@ -64,8 +65,7 @@ def register(name: str = "tokenyard", *, timeout: float = 600.0) -> None:
 
     `timeout`: seconds for which a call waits for other ranks, which may be saving a checkpoint or loading data.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    seconds(timeout)
     transformers = importlib.import_module("transformers")
     try:
         interface = importlib.import_module("transformers.distributed.expert_parallel")
