@@ -435,6 +435,21 @@ def unusable_routing(layer, rank, wrong_rank, x, ids, w, shared):
         wanted = torch.cat((right[:4], torch.zeros_like(right[4:]))) if shared else right
         check("y beside unusable routing", layer.experts(x, wrong, w), wanted, torch.tensor(1e-5))
     check("y after it", layer.experts(x, ids, w), right, torch.tensor(1e-5))
+    # As on a GPU, where a call raises the error of an earlier one in place of its own work.
+    combine, found = tokenyard.AllToAll.combine, [tokenyard.RoutingError("of the dispatch")] * (rank == 0)
+
+    def once(*given, **named):
+        if found:
+            raise found.pop()
+        return combine(*given, **named)
+
+    tokenyard.AllToAll.combine = once
+    if rank == 0:
+        with pytest.raises(tokenyard.RoutingError, match="of the dispatch"):
+            layer.experts(x, ids, w)
+    else:
+        check("y beside a late error", layer.experts(x, ids, w), right, torch.tensor(1e-5))
+    tokenyard.AllToAll.combine = combine
 
 
 def a_larger_context(layer):

@@ -32,8 +32,8 @@ class Found:
             del error
 
     def receive(self, receive: Callable[[], Any]) -> Any:
-        """Receives. On a GPU the call raises the sending half's unusable routing in place of its own work: that error
-        is noted, and the call made again."""
+        """Makes a call that follows a dispatch's sending half. On a GPU it raises that half's unusable routing in place
+        of its own work: the error is noted, and the call made again."""
         try:
             return receive()
         except RoutingError as error:

@@ -116,8 +116,9 @@ class _Layer:
             # One row that nobody reads: not all experts take none, and backward needs to come by here.
             none = got.rows.sum(0, keepdim=True)
             rows = self.experts_forward(none, ids.new_zeros((1, 1)), weights.new_ones((1, 1)))[:0]
-        # The experts have applied the weights.
-        out = ops.combine(rows.to(hidden_states.dtype), got._replace(row_weights=None))
+        # The experts have applied the weights. On a GPU unusable routing may be raised as late as here.
+        back = rows.to(hidden_states.dtype)
+        out: torch.Tensor = found.receive(lambda: ops.combine(back, got._replace(row_weights=None)))
         if self.tp_mesh.size() > 1:
             out = _whole(out, self.tp_mesh, tokens)
         # Raised where no other rank waits for this one any more: there is nothing left to combine.
