@@ -714,14 +714,16 @@ def contexts_of_others(ranks, rank):
     prefill is made once the smaller one has gone."""
     from sglang.srt.runtime_context import get_resources
     from tokenyard.deep_ep import _contexts
+    from tokenyard.integrations import sglang as native
 
     get_resources().buffers.pop("tokenyard", None)
-    contexts, alive, kept = [], [], _contexts.AllToAll
+    contexts, alive, times, kept = [], [], [], _contexts.AllToAll
 
-    def noted(*given, **named):
+    def noted(*given, timeout, **named):
         alive.append([context() is not None for context in contexts])
-        ep = kept(*given, **named)
+        ep = kept(*given, timeout=timeout, **named)
         contexts.append(weakref.ref(ep))
+        times.append(timeout)
         return ep
 
     _contexts.AllToAll = noted
@@ -736,8 +738,11 @@ def contexts_of_others(ranks, rank):
     del contexts[:], alive[:]
     for tokens in (9, 600):
         layer(four, Batch(ranks, [tokens] + [9] * (ranks - 1), 1), rank, True, 128)
+    # Those of layers that wait for longer are others.
+    native.install(timeout=40.0)
+    layer(in_bf16(made(ranks)), Batch(ranks, [9] * ranks, 1), rank, True, 128)
     _contexts.AllToAll = kept
-    assert alive == [[], [False]]
+    assert alive[:2] == [[], [False]] and times == [30.0] * 4 + [40.0]
 
 
 def beside_shared_experts(dispatcher, batch, rank):

@@ -382,7 +382,7 @@ class _Dispatcher:
         worlds, exchanges = shared.setdefault("worlds", {}), shared.setdefault("exchanges", {})
         if self._group not in worlds:
             worlds[self._group] = World.from_group(self._group)
-        key = (self._group, self._index, self._hidden, self._experts, self._room, device)
+        key = (self._group, self._index, self._hidden, self._experts, self._room, device, self._timeout)
         if key not in exchanges:
             exchanges[key] = _Exchange(worlds[self._group], self._timeout)
         made: _Exchange = exchanges[key]
