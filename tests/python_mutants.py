@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
-SGLANG, VLLM = (f"{PACKAGE}/integrations/{name}.py" for name in ("sglang", "vllm"))
+SGLANG, VLLM, TRANSFORMERS = (f"{PACKAGE}/integrations/{name}.py" for name in ("sglang", "vllm", "transformers"))
 BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
     f"{PACKAGE}/deep_ep/{name}.py"
     for name in ("_buffer", "_contexts", "_config", "_checks", "_hybrid", "_elastic", "_elastic_calls")
@@ -91,6 +91,21 @@ MUTANTS = [
     ("weights of other ranks' experts", SGLANG, "got.token_weights[:, :choices].contiguous()",
      "got.token_weights[:, :choices].roll(1, 1)", "test_sglang.py"),
     ("columns of an idle rank", SGLANG, "ids.shape[1] < self._top_k", "ids.shape[1] < 0", "test_sglang.py"),
+    ("a dispatch with unusable routing not received", SGLANG, "sent = found.take(error, \"sent\")", "raise", "test_sglang.py"),
+    ("a refused combine forgotten", SGLANG, "ep, handle, weighted = self._kept\n", "(ep, handle, weighted), self._kept = self._kept, None\n",
+     "test_sglang.py"),
+    ("what an interrupt left in flight forgotten", SGLANG, "self._sent = call_of(error.sent, found)", "pass", "test_sglang.py"),
+    ("combine sent while others compile", SGLANG, "        self._engine._deepep_precompile_tp_barrier()\n        try:", "        try:",
+     "test_sglang.py"),
+    ("contexts of captured graphs replaced", SGLANG, "self._low_latency.setdefault(choices,", "self._low_latency.setdefault(0,",
+     "test_sglang.py"),
+    ("a larger context beside the smaller one", TRANSFORMERS, "        self._ep = None\n        self._ep", "        self._ep",
+     "test_transformers.py"),
+    ("a layer left before its combine", TRANSFORMERS, "got: ops.Dispatched = found.take(error, \"dispatched\")", "raise",
+     "test_transformers.py"),
+    ("experts named several times refused", TRANSFORMERS, "most * top_k <= _CHOICES", "False", "test_transformers.py"),
+    ("an error in place of the second half not noted", ERRORS, "            self._error = error\n        return receive()", "            raise\n        return receive()",
+     "test_ops_refused.py"),
     ("the first of equal choices taken for all", CHOICES, "match & (match.cumsum(1) == nth[:, None] + 1)", "match",
      OPERATORS),
     ("weights of rows that are none", CHOICES, " & (local >= 0)[:, None]", "", OPERATORS),

@@ -70,6 +70,39 @@ def test_a_dispatch_that_found_an_error_is_finished_and_combined(layout, exact):
     layer.must_be_right()
 
 
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_dispatch_whose_error_comes_in_place_of_its_second_half_is_finished(operator, monkeypatch):
+    """As on a GPU, where the sending half raises none: a call that raises an earlier call's error was not enqueued."""
+    layer, receive = Layer(), tokenyard.AllToAll.dispatch_recv
+    error = tokenyard.RoutingError("of the sending half")
+    error.fatal, found = False, [error]
+
+    def once(*given, **named):
+        if found:
+            raise found.pop()
+        return receive(*given, **named)
+
+    monkeypatch.setattr(tokenyard.AllToAll, "dispatch_recv", once)
+    with pytest.raises(tokenyard.RoutingError, match="of the sending half") as raised:
+        layer.dispatch(exact=True) if operator else layer.ep.dispatch(layer.x, layer.ids, exact=True)
+    got = raised.value.dispatched
+    assert len(got.rows) == int((layer.ids >= 0).sum())
+    sums = ops.combine(got.rows, got) if operator else layer.ep.combine(got.rows, got.handle)
+    assert sums.shape == layer.x.shape
+    layer.must_be_right()
+
+
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_dispatch_out_of_order_does_not_wait_for_its_counts(operator):
+    """As after a Ctrl-C in the first one: the error is that of the order, at once."""
+    layer = Layer(timeout=10.0)
+    sent = layer.ep.dispatch_send(layer.x, layer.ids, counts=True)
+    with pytest.raises(tokenyard.OrderError, match="dispatch 1 was sent and not received"):
+        layer.dispatch(exact=True) if operator else layer.ep.dispatch(layer.x, layer.ids, exact=True)
+    layer.ep.dispatch_recv(sent, layer.ep.output(layer.x)[0])
+    layer.must_be_right()
+
+
 def test_an_output_without_room_can_be_combined():
     layer = Layer()
     with pytest.raises(tokenyard.CapacityError) as raised:

@@ -14,9 +14,12 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 import types
+import weakref
 
 import pytest
 
@@ -467,6 +470,13 @@ def native_part(ranks):
     with deep_gemm(False), backend("deepep"):
         unaligned(made(ranks), ranks, rank)
         own_rules(made(ranks), ranks, rank)
+        for prefill in (True, False):
+            with mode(prefill):
+                refusals(made(ranks), ranks, rank, prefill)
+                unusable_routing(made(ranks), ranks, rank, prefill)
+                if ranks == 2:
+                    interrupted(made(ranks), ranks, rank, prefill)
+        contexts_of_others(ranks, rank)
     choices(native, ranks)
 
 
@@ -550,6 +560,189 @@ def own_rules(dispatcher, ranks, rank):
         beside_shared_experts(dispatcher, batch, rank)
     # A dispatch that was never combined is no trouble.
     layer(dispatcher, batch, rank, True, 128)
+    while_kernels_are_compiled(dispatcher, batch, rank)
+
+
+def while_kernels_are_compiled(dispatcher, batch, rank):
+    """SGLang's barriers, for as long as a rank compiles: before dispatch and, as experts do it, before combine."""
+    import torch.distributed as dist
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel
+
+    calls = []
+    group = types.SimpleNamespace(device_group=dist.group.WORLD, barrier=lambda: calls.append(dist.barrier()))
+    with envs.SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE.override(True), get_parallel().override(tp_group=group):
+        for prefill in (True, False):
+            with mode(prefill):
+                got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+                assert len(calls) == 1
+                dispatcher.combine(combine_input=batch.outputs(rank, got))
+                assert len(calls) == 2
+            calls.clear()
+
+
+def in_bf16(dispatcher):
+    dispatcher.set_quant_config({"dispatcher_output_dtype": "bf16"})
+    return dispatcher
+
+
+def refusals(dispatcher, ranks, rank, prefill):
+    """What is refused names the argument and changes nothing; calls out of order name the one that is due."""
+    import torch
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    in_bf16(dispatcher)
+    batch = Batch(ranks, [9 + r for r in range(ranks)], 6)
+    x, ids, weights = batch.x[rank], batch.ids[rank], batch.weights[rank]
+    first = ids[:, 0]
+    for kind, message, given in (
+        (TypeError, "hidden_states is of another dtype: .*, got torch.float32", (x.float(), weights, ids)),
+        (TypeError, "topk_output: expected one with topk_ids and topk_weights, got a object", (x, None, None)),
+        (ValueError, r"topk_ids: expected int32 or int64 .*, got torch.int64 \[", (x, weights[:, 0], first)),
+        (ValueError, "topk_ids: expected int32 or int64 .*, got torch.float32", (x, weights, weights)),
+        (ValueError, "topk_ids: expected int32 or int64 .*, got torch.bool", (x, weights, ids > 0)),
+        (ValueError, r"topk_weights: .*, got torch.float32 \[\d+, 2\]", (x, weights[:, :2], ids)),
+    ):
+        topk = object() if given[2] is None else StandardTopKOutput(given[1], given[2], None)
+        with pytest.raises(kind, match=message):
+            dispatcher.dispatch_a(hidden_states=given[0], topk_output=topk)
+    got = dispatcher.dispatch(hidden_states=x, topk_output=batch.topk(rank))
+    with pytest.raises(RuntimeError, match="dispatch_b is out of order: expected combine_a or .*, got dispatch_b"):
+        dispatcher.dispatch_b()
+    outputs = batch.outputs(rank, got)
+    rows, _ids, weights = outputs
+    for kind, message, given in (
+        (TypeError, "hidden_states of combine_input .*, got torch.float64", (rows.double(), ids, weights)),
+        (TypeError, "hidden_states of combine_input .*, got a NoneType", (None, ids, weights)),
+        (ValueError, "rows has the shape", (rows[..., : HIDDEN // 2].contiguous(), ids, weights)),
+        # Weights that are cut, or are others' or none, would make other sums.
+        (ValueError, r"weights of combine_input: .*, got torch.float32 \[\d+, 8\]", (rows, ids, weights.repeat(1, 2))),
+        (ValueError, r"weights of combine_input: .*, got torch.float32 \[\d+, 2\]", (rows, ids, weights[:, :2])),
+        (ValueError, "weights of combine_input: .*, got a NoneType", (rows, ids, None)),
+    ):
+        if "weights of" not in message or not prefill:
+            with pytest.raises(kind, match=message):
+                dispatcher.combine_a(combine_input=given)
+    dispatcher.combine_a(combine_input=outputs)
+    with pytest.raises(RuntimeError, match="dispatch_a is out of order: expected combine_b .*, got dispatch_a"):
+        dispatcher.dispatch_a(hidden_states=x, topk_output=batch.topk(rank))
+    batch.check_sums(rank, dispatcher.combine_b())
+
+
+def unusable_routing(dispatcher, ranks, rank, prefill):
+    """A rank whose tokens name experts that the model has not takes part without them, also where another rank has
+    more tokens than the context has room for, and on a GPU, where the receiving half raises the error. All others'
+    sums are right, and its next ones."""
+    import torch
+    import tokenyard
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    in_bf16(dispatcher)
+    received = tokenyard.AllToAll.dispatch_recv
+    for seed, more in enumerate((0, 600 * prefill, 0)):
+        batch = Batch(ranks, [9 + more, *(9 + r for r in range(1, ranks))], seed)
+        wrong = batch.ids[-1].clone()
+        batch.ids[-1][:] = -1
+        # Those of the further experts that contexts have for themselves among them.
+        wrong[:, 0] = batch.experts + seed
+        topk = batch.topk(rank)
+        if rank != ranks - 1:
+            got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=topk)
+        else:
+            if seed == 2:
+                # As on a GPU: sent without an error, which comes in place of the receiving half.
+                found = [tokenyard.RoutingError("of the sending half")]
+                found[0].fatal = False
+                tokenyard.AllToAll.dispatch_recv = lambda *given: raising(found) if found else received(*given)
+                wrong = batch.ids[-1]
+            topk = StandardTopKOutput(batch.weights[-1], wrong, None)
+            message = "of the sending half" if seed == 2 else f"token 0 names expert {batch.experts + seed},"
+            with pytest.raises(tokenyard.RoutingError, match=message) as raised:
+                dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=topk)
+            tokenyard.AllToAll.dispatch_recv = received
+            got = raised.value.dispatched
+            if not prefill:
+                assert torch.equal(got.topk_ids, wrong)
+                got = got._replace(topk_ids=batch.ids[-1])
+        check(batch, rank, got, prefill)
+        batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+
+
+def raising(errors):
+    raise errors.pop()
+
+
+def interrupted(dispatcher, ranks, rank, prefill):
+    """Ctrl-C in a wait for another rank: what was sent is received later, and combined."""
+    import torch.distributed as dist
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    in_bf16(dispatcher)
+    batch = Batch(ranks, [9 + r for r in range(ranks)], 8)
+    layer(dispatcher, batch, rank, prefill, 128)
+    dist.barrier()
+    if rank > 0:
+        # Until rank 0 was interrupted.
+        dist.barrier()
+        got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+        check(batch, rank, got, prefill)
+    else:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier()
+        got = getattr(raised.value, "dispatched", None) or dispatcher.dispatch_b()
+        # Receiving goes on behind an exception.
+        end = time.monotonic() + 20
+        while True:
+            try:
+                check(batch, rank, got, prefill)
+                break
+            except AssertionError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+    batch.check_sums(rank, dispatcher.combine(combine_input=batch.outputs(rank, got)))
+
+
+def contexts_of_others(ranks, rank):
+    """A layer with other choices leaves the context of decode, which graphs may have captured. A larger context of
+    prefill is made once the smaller one has gone."""
+    from sglang.srt.runtime_context import get_resources
+    from tokenyard.deep_ep import _contexts
+    from tokenyard.integrations import sglang as native
+
+    get_resources().buffers.pop("tokenyard", None)
+    contexts, alive, times, kept = [], [], [], _contexts.AllToAll
+
+    def noted(*given, timeout, **named):
+        alive.append([context() is not None for context in contexts])
+        ep = kept(*given, timeout=timeout, **named)
+        contexts.append(weakref.ref(ep))
+        times.append(timeout)
+        return ep
+
+    _contexts.AllToAll = noted
+    two, four = in_bf16(made(ranks, top_k=2)), in_bf16(made(ranks))
+    with mode(False):
+        for dispatcher, choices in ((two, 2), (four, 4), (two, 2)):
+            batch = Batch(ranks, [9] * ranks, choices)
+            batch.ids, batch.weights = ([one[:, :choices] for one in of] for of in (batch.ids, batch.weights))
+            got = dispatcher.dispatch(hidden_states=batch.x[rank], topk_output=batch.topk(rank))
+            dispatcher.combine(combine_input=batch.outputs(rank, got))
+    assert alive == [[], [True]] and all(context() is not None for context in contexts)
+    del contexts[:], alive[:]
+    for tokens in (9, 600):
+        layer(four, Batch(ranks, [tokens] + [9] * (ranks - 1), 1), rank, True, 128)
+    # Those of layers that wait for longer are others.
+    native.install(timeout=40.0)
+    layer(in_bf16(made(ranks)), Batch(ranks, [9] * ranks, 1), rank, True, 128)
+    _contexts.AllToAll = kept
+    assert alive[:2] == [[], [False]] and times == [30.0] * 4 + [40.0]
 
 
 def beside_shared_experts(dispatcher, batch, rank):
@@ -643,6 +836,10 @@ def plugin(folder):
     native._engine.cache_clear()
     del layer.MaybeTboDeepEPDispatcher
     with pytest.raises(SystemExit, match="TOKENYARD_SGLANG is set: sglang has no .*layer.MaybeTboDeepEPDispatcher"):
+        plugins.load_plugins()
+    plugins._plugins_loaded = False
+    native.install = lambda: raising([RuntimeError("no driver")])
+    with pytest.raises(SystemExit, match="TOKENYARD_SGLANG is set: no driver"):
         plugins.load_plugins()
 
 

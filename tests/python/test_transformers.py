@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 
 import pytest
 
@@ -221,12 +222,17 @@ def case_of_layer(name):
     torch.manual_seed(7)
     table = torch.randn(256, HIDDEN[family])
     case = {"layer": layer.state_dict()}
-    for inputs, first, count in (("routed", 0, TOKENS), ("narrow", TOKENS, NARROW)):
+    for inputs, first, count in (("routed", 0, TOKENS), ("narrow", TOKENS, NARROW), ("repeated", TOKENS, NARROW)):
         x = table[text(first, count)].to(TYPES[dtype])
         with torch.no_grad():
             _, w, ids = getattr(layer, "gate", getattr(layer, "router", None))(x)
         if inputs == "narrow":
             ids = torch.arange(TOP_K[family]).expand(count, -1).contiguous()
+        if inputs == "repeated":
+            # As of DeepSeek-V4's table before it is loaded, but for some of other experts.
+            ids = torch.arange(count)[:, None].expand(-1, TOP_K[family]) % EXPERTS
+            ids = ids.contiguous().index_fill_(0, torch.arange(0, count, 3), EXPERTS - 1)
+            ids[:, -1] = ids[:, 0].where(torch.arange(count) % 2 == 0, 0)
         grad = torch.randn(count, HIDDEN[family]).to(TYPES[dtype])
         weights = dict(layer.experts.named_parameters())
         whole = experts_of(layer.experts, x, ids, w, grad)
@@ -287,7 +293,8 @@ def run_layer(name, case, size, rank, meshes):
         layer.load_state_dict(case["layer"])
         layer = distributed(layer, meshes, implementation)
         # Few tokens first, then more than the context has room for.
-        for inputs, counts in (("narrow", (NARROW // size,) * size), ("routed", COUNTS[size])):
+        few = (NARROW // size,) * size
+        for inputs, counts in (("narrow", few), ("routed", COUNTS[size]), ("repeated", few)):
             part = part_of({n: case[inputs][n] for n in ("x", "ids", "w", "grad")}, size, rank, counts)
             wanted, bounds = (part_of(case[inputs][n], size, rank, counts) for n in ("whole", "bounds"))
             if implementation == "tokenyard":
@@ -374,8 +381,9 @@ def run_model(name, case, size, rank, folder):
 
 
 def run_refusals(size, rank, meshes):
-    """Arguments that no rank sends, and routing that one rank must not."""
+    """Arguments that no rank sends, routing that one rank must not, and what comes of it."""
     import tokenyard
+    from torch.distributed.device_mesh import init_device_mesh
 
     layer = distributed(layer_of("mixtral", "fp32"), meshes, "tokenyard")
     x, ids, w = torch.zeros(3, HIDDEN["mixtral"]), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
@@ -391,10 +399,79 @@ def run_refusals(size, rank, meshes):
     for kind, message, given in refused:
         with pytest.raises(kind, match=message):
             layer.experts(*given)
+    with pytest.raises(TypeError, match="top_k_weights is of another type: expected a tensor, got list"):
+        layer.experts(x, ids, w.tolist())
+    with pytest.raises(ValueError, match="hidden_states is on another device: expected cpu or cuda, got meta"):
+        layer.experts(*(tensor.to("meta") for tensor in (x, ids, w)))
     layer.experts(x, ids, w)
     # The number of the further expert of rank 0, which ranks use among themselves.
     with pytest.raises(tokenyard.RoutingError):
         layer.experts(x, ids + EXPERTS, w)
+    draw = torch.Generator().manual_seed(3)
+    x, w = torch.randn(6, HIDDEN["mixtral"], generator=draw), torch.rand(6, 2, generator=draw)
+    ids = torch.arange(12).view(6, 2)
+    unusable_routing(layer, rank, size - 1, x, ids, w, False)
+    # All ranks have the same batch, of which each sends a slice.
+    shared = {"ep": meshes["ep"], "tp": init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]}
+    unusable_routing(distributed(layer_of("mixtral", "fp32"), shared, "tokenyard"), rank, 2, x, ids, w, True)
+    a_larger_context(layer)
+
+
+def unusable_routing(layer, rank, wrong_rank, x, ids, w, shared):
+    """One rank's tokens name an expert that the model has not. The others get their sums, and wait for nobody."""
+    import tokenyard
+
+    wrong = ids.clone()
+    if shared or rank == wrong_rank:
+        wrong[5, 1] = EXPERTS + 2
+    right = layer_of("mixtral", "fp32").experts(x, ids, w).detach()
+    if rank == wrong_rank:
+        text = f"choice 1 of token {1 if shared else 5} names expert {EXPERTS + 2},"
+        with pytest.raises(tokenyard.RoutingError, match=text) as raised:
+            layer.experts(x, wrong, w)
+        assert raised.value.dispatched is None
+    else:
+        # Nothing of the slice was sent.
+        wanted = torch.cat((right[:4], torch.zeros_like(right[4:]))) if shared else right
+        check("y beside unusable routing", layer.experts(x, wrong, w), wanted, torch.tensor(1e-5))
+    check("y after it", layer.experts(x, ids, w), right, torch.tensor(1e-5))
+    # As on a GPU, where a call raises the error of an earlier one in place of its own work.
+    combine, found = tokenyard.AllToAll.combine, [tokenyard.RoutingError("of the dispatch")] * (rank == 0)
+
+    def once(*given, **named):
+        if found:
+            raise found.pop()
+        return combine(*given, **named)
+
+    tokenyard.AllToAll.combine = once
+    if rank == 0:
+        with pytest.raises(tokenyard.RoutingError, match="of the dispatch"):
+            layer.experts(x, ids, w)
+    else:
+        check("y beside a late error", layer.experts(x, ids, w), right, torch.tensor(1e-5))
+    tokenyard.AllToAll.combine = combine
+
+
+def a_larger_context(layer):
+    """Is made once the smaller one has gone, as there may be no memory for both."""
+    from tokenyard.integrations import transformers as integration
+
+    contexts, alive, kept = [], [], integration.AllToAll
+
+    def noted(*given, **named):
+        alive.append([context() is not None for context in contexts])
+        ep = kept(*given, **named)
+        contexts.append(weakref.ref(ep))
+        return ep
+
+    integration.AllToAll = noted
+    with torch.no_grad():
+        for tokens in (1, 300):
+            # Three choices, for which there is no context yet.
+            ids = torch.arange(3).expand(tokens, 3)
+            layer.experts(torch.ones(tokens, HIDDEN["mixtral"]), ids, torch.ones(tokens, 3))
+    integration.AllToAll = kept
+    assert alive == [[], [False]], alive
 
 
 def program_of_rank(size, rank, port, folder):
@@ -515,8 +592,11 @@ def test_transformers_over_ranks(reports, name, size):
 def test_what_register_refuses():
     from tokenyard.integrations import transformers as integration
 
-    with pytest.raises(ValueError, match="timeout is 0: expected seconds above 0, got 0"):
-        integration.register(timeout=0)
+    for timeout in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"timeout is {timeout}: expected seconds above 0, up to 1e9, got"):
+            integration.register(timeout=timeout)
+    with pytest.raises(TypeError, match="timeout is of another type: expected seconds, got str"):
+        integration.register(timeout="10")
 
 
 if __name__ == "__main__":

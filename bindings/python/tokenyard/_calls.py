@@ -368,7 +368,7 @@ class AllToAll:
             # Ctrl-C in the wait, or no memory for the output: the dispatch is to be received all the same.
             setattr(error, "sent", sent)
             raise
-        got = got._replace(handle=self.dispatch_recv(sent, output, stream=on))
+        got = got._replace(handle=found.receive(lambda: self.dispatch_recv(sent, output, stream=on)))
         found.raise_with(got)
         return got
 

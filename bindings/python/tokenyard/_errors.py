@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ._native import Error, OrderError
+from ._native import Error, OrderError, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -37,6 +37,17 @@ class Found:
             return send()
         except Error as error:
             return self.take(error, "sent")
+
+    def receive(self, receive: Callable[[], Any]) -> Any:
+        """Makes a call that follows a dispatch's sending half. On a GPU it raises that half's unusable routing in place
+        of its own work: the error is noted, and the call made again."""
+        try:
+            return receive()
+        except RoutingError as error:
+            if hasattr(error, "handle"):
+                raise
+            self._error = error
+        return receive()
 
     def raise_with(self, dispatched: Any) -> None:
         """Raises the error, if there is one, with these results as its `dispatched`."""

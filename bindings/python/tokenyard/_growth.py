@@ -7,6 +7,7 @@ its rows, so every rank sees it, and all of them make a larger context and dispa
 
 from __future__ import annotations
 
+import re
 from typing import List, Tuple
 
 import torch
@@ -15,6 +16,8 @@ from ._worlds import World, most_tokens
 
 # Fewest tokens for which a context is made.
 _LEAST = 128
+# A number that no expert has.
+_NO_EXPERT = torch.iinfo(torch.int32).max
 
 
 def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
@@ -44,7 +47,16 @@ def placement(experts: int, ranks: int) -> List[int]:
 def named(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
     """The caller's choices, of which none is a further expert: a number that no expert has takes their place."""
     further = (topk_idx >= experts) & (topk_idx < experts + ranks)
-    return topk_idx.masked_fill(further, torch.iinfo(torch.int32).max)
+    return topk_idx.masked_fill(further, _NO_EXPERT)
+
+
+def renumber(error: Exception, topk_idx: torch.Tensor) -> None:
+    """Lets an error of routing state the caller's number where `named` put another one in its place."""
+    text = str(error)
+    place = re.search(rf"choice (\d+) of token (\d+) names expert {_NO_EXPERT},", text)
+    if place is not None:
+        choice, token = (int(number) for number in place.groups())
+        error.args = (text.replace(str(_NO_EXPERT), str(int(topk_idx[token, choice]))),)
 
 
 def notice(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:

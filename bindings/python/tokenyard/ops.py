@@ -235,7 +235,7 @@ def _dispatch(
         except BaseException as error:
             setattr(error, "sent", sent)
             raise
-        handle = ep.dispatch_recv(sent, output)
+        handle = found.receive(lambda: ep.dispatch_recv(sent, output))
     else:
         capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
         made = _made(x, ep, stated, layout, capacity, row_weights, zero)

@@ -162,7 +162,8 @@ def counted(
 
     def received(sent: Any, prepared: Any) -> Counted:
         later, experts, sources, output, made = prepared
-        done = Counted(ep, ep.dispatch_recv(sent, output), made, experts, sources, found)
+        handle = found.receive(partial(ep.dispatch_recv, sent, output))
+        done = Counted(ep, handle, made, experts, sources, found)
         if later and experts[-1] != 0:
             repeat()
         return done

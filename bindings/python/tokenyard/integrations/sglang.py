@@ -14,26 +14,35 @@ SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK tokens of each rank. Rows of fp8 
 receiving halves are `dispatch_a` and `dispatch_b`, and `combine_a` and `combine_b`, in both modes.
 
 Each micro-batch of two-batch overlap has contexts of its own, since a context receives a call before it sends the next
-of its kind. Layers share them, and they live as long as SGLang's other buffers. The first call of a mode makes one,
-which is collective, as is a later call with more tokens than ever before, where all ranks dispatch once more.
+of its kind. Layers share them, and they live as long as SGLang's other buffers: the context of decode for as many
+choices of a token as the layer has, since graphs that were captured use it. The first call of a mode makes one,
+which is collective, as is a later prefill with more tokens than ever before, where all ranks dispatch once more.
+
+A rank with unusable routing takes part without its tokens: `dispatch_b` receives, and then raises the `RoutingError`,
+whose `dispatched` has SGLang's output for `combine`. Other ranks' sums are right. In decode on a GPU, where the host
+does not wait, a later call raises it. A call that raises without `dispatched` may be repeated, unless the error is
+fatal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 
 import torch
 
 from .. import _growth
 from .._calls import AllToAll
-from .._native import CombineSent, Format, Handle, Output, Sent
+from .._errors import Found
+from .._native import CombineSent, Error, Format, Handle, Output, RoutingError, Sent
 from .._tensors import TYPES, device_of, name_of
 from .._worlds import World
 from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted
+from . import seconds
 
 __all__ = ["TESTED_VERSIONS", "install", "plugin"]
 
@@ -72,8 +81,7 @@ def install(backend: str = "deepep", *, timeout: float = 100.0) -> None:
     `backend`: for which `--moe-a2a-backend`; other backends stay SGLang's. `timeout`: seconds for which a call waits
     for other ranks. A version of SGLang that lacks something raises `ImportError`, which names it.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    seconds(timeout)
     engine = _engine()
     known = [member.value for member in engine.MoeA2ABackend]
     if backend not in known:
@@ -94,7 +102,7 @@ def install(backend: str = "deepep", *, timeout: float = 100.0) -> None:
 def plugin() -> None:
     """What SGLang's plugins call in each process: `install`, if `TOKENYARD_SGLANG` is `native`; nothing if it is unset.
 
-    SGLang goes on after a plugin's exception, without what the user asked for. So the process ends here.
+    SGLang goes on after any exception of a plugin, without what the user asked for. So the process ends here.
     """
     asked = os.environ.get("TOKENYARD_SGLANG", "")
     if not asked:
@@ -103,7 +111,7 @@ def plugin() -> None:
         raise SystemExit(f"TOKENYARD_SGLANG is {asked!r}: expected 'native' or nothing, got {asked!r}")
     try:
         install()
-    except ImportError as failure:
+    except Exception as failure:
         raise SystemExit(f"TOKENYARD_SGLANG is set: {failure}") from failure
 
 
@@ -157,7 +165,12 @@ class _Exchange:
 
     def __init__(self, world: World, timeout: float) -> None:
         self.normal = Normal(world, timeout, _ROUND_TOKENS)
-        self.low_latency = LowLatency(world, timeout, False)
+        self._world, self._timeout = world, timeout
+        self._low_latency: Dict[int, LowLatency] = {}
+
+    def low_latency(self, choices: int) -> LowLatency:
+        """For tokens of so many choices. Contexts stay: graphs of other layers have captured them."""
+        return self._low_latency.setdefault(choices, LowLatency(self._world, self._timeout, False))
 
 
 class _Tokens(NamedTuple):
@@ -176,6 +189,7 @@ class _Prefill(NamedTuple):
     ep: AllToAll
     format: Format
     sent: Sent
+    found: Found
 
 
 class _Decode(NamedTuple):
@@ -188,6 +202,19 @@ class _Decode(NamedTuple):
     rows: torch.Tensor
     scales: Optional[torch.Tensor]
     counts: torch.Tensor
+    found: Found
+
+
+_Call = TypeVar("_Call", _Prefill, _Decode)
+
+
+class _Received(NamedTuple):
+    """A dispatch that was received, for combine."""
+
+    ep: AllToAll
+    handle: Handle
+    weighted: Optional[torch.Size]
+    """Shape of the weights that combine takes."""
 
 
 class _Dispatcher:
@@ -218,7 +245,7 @@ class _Dispatcher:
         self._fp8: Dict[Any, bool] = {}
         self.set_quant_config({})
         self._sent: Any = None
-        self._kept: Optional[Tuple[AllToAll, Handle]] = None
+        self._kept: Optional[_Received] = None
         self._combining: Optional[Tuple[AllToAll, CombineSent, torch.Tensor, Any]] = None
 
     # SGLang's calls
@@ -248,29 +275,27 @@ class _Dispatcher:
     def dispatch_a(self, hidden_states: torch.Tensor, topk_output: Any) -> None:
         """Sends `hidden_states` `[tokens, hidden]`, bf16 (or, if it is not quantised, fp16), to the experts of
         `topk_output`."""
-        self._expect("dispatch_a", self._sent is None and self._combining is None)
-        if hidden_states.dim() != 2 or hidden_states.shape[1] != self._hidden:
-            raise ValueError(
-                f"hidden_states is of another shape: expected [tokens, {self._hidden}], got {[*hidden_states.shape]}"
-            )
-        ids, weights = topk_output.topk_ids.to(torch.int64), topk_output.topk_weights.float()
+        self._expect("dispatch_a")
+        mode = self._mode.resolve(self._engine.get_is_extend_in_batch())
+        prefill = mode == self._engine.DeepEPMode.NORMAL
+        # SGLang's experts of prefill take fp8 rows by DeepGEMM alone.
+        fp8 = self._fp8[mode] and (not prefill or self._engine.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM)
+        ids, weights = _checked(hidden_states, topk_output, self._hidden, fp8)
         if not len(ids) and ids.shape[1] < self._top_k:
             ids, weights = ids.new_empty((0, self._top_k)), weights.new_empty((0, self._top_k))
         tokens = _Tokens(hidden_states.contiguous(), ids.contiguous(), weights.contiguous())
-        mode = self._mode.resolve(self._engine.get_is_extend_in_batch())
         self._engine._deepep_precompile_tp_barrier()
-        if mode == self._engine.DeepEPMode.NORMAL:
-            # SGLang's experts of prefill take fp8 rows by DeepGEMM alone.
-            deep_gemm = self._engine.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM
-            self._sent = self._send_prefill(tokens, self._fp8[mode] and deep_gemm)
-        else:
-            self._sent = self._send_decode(tokens, self._fp8[mode])
+        self._sent = self._send_prefill(tokens, fp8) if prefill else self._send_decode(tokens, fp8)
 
     def dispatch_b(self) -> Any:
-        """Receives what all ranks sent."""
-        sent, self._sent = self._sent, None
-        self._expect("dispatch_b", sent is not None)
-        return self._receive_prefill(sent) if isinstance(sent, _Prefill) else self._receive_decode(sent)
+        """Receives what all ranks sent. Raises the `RoutingError` of this rank's tokens, if there is one."""
+        self._expect("dispatch_b")
+        try:
+            return self._receive_prefill() if isinstance(self._sent, _Prefill) else self._receive_decode()
+        except Error as error:
+            if error.fatal:
+                self._sent = None
+            raise
 
     def combine(self, combine_input: Any) -> torch.Tensor:
         """The sums `[tokens, hidden]` of the experts' outputs, in their dtype."""
@@ -279,43 +304,63 @@ class _Dispatcher:
 
     def combine_a(self, combine_input: Any) -> None:
         """Sends the experts' outputs of the last dispatch: rows by expert, which the weights of `combine_input`
-        multiply, or sums of a rank's experts with their weights."""
+        multiply, or sums of a rank's experts with their weights. bf16 or fp16."""
+        self._expect("combine_a")
+        assert self._kept is not None
+        ep, handle, weighted = self._kept
         rows, _ids, weights = combine_input
-        kept, self._kept = self._kept, None
-        self._expect("combine_a", kept is not None)
-        assert kept is not None
-        ep, handle = kept
+        if not isinstance(rows, torch.Tensor) or rows.dtype not in _ROWS:
+            wanted = "torch.bfloat16 or torch.float16"
+            raise TypeError(f"hidden_states of combine_input is of another dtype: expected {wanted}, got {_kind(rows)}")
         given: Dict[str, Any] = {"dtype": name_of(rows)}
-        if rows.dim() == 3:
+        if weighted is not None:
+            if not isinstance(weights, torch.Tensor) or weights.shape != weighted:
+                raise ValueError(f"topk_weights of combine_input: expected {[*weighted]}, got {_kind(weights)}")
             missing = ep.top_k - weights.shape[1]
             given["topk_weights"] = torch.nn.functional.pad(weights.float(), (0, missing)).contiguous()
         out = torch.empty((handle.tokens, self._hidden), dtype=rows.dtype, device=rows.device)
         stream = self._overlapped(rows)
-        if stream is None:
-            sent = ep.combine_send(rows, handle, **given)
-        else:
-            with torch.cuda.stream(stream):
+        # Kernels of the experts were compiled since the dispatch, for longer than others wait.
+        self._engine._deepep_precompile_tp_barrier()
+        try:
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 sent = ep.combine_send(rows, handle, **given)
-        self._combining = (ep, sent, out, stream)
+        except BaseException as error:
+            # By Ctrl-C, say, while it was under way: it is to be received.
+            if hasattr(error, "sent") and not isinstance(error, Error):
+                self._kept, self._combining = None, (ep, error.sent, out, stream)
+            raise
+        self._kept, self._combining = None, (ep, sent, out, stream)
 
     def combine_b(self) -> torch.Tensor:
         """Receives the sums."""
+        self._expect("combine_b")
         combining, self._combining = self._combining, None
-        self._expect("combine_b", combining is not None)
         assert combining is not None
         ep, sent, out, stream = combining
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
-        ep.combine_recv(sent, out)
+        try:
+            ep.combine_recv(sent, out)
+        except Error as error:
+            if out.is_cuda and not error.fatal:
+                # An error of an earlier call, in place of which this one is to be made again.
+                self._combining = combining
+            raise
         return out
 
     # Inside
 
-    def _expect(self, call: str, fits: bool) -> None:
-        if not fits:
-            raise RuntimeError(
-                f"{call} is out of order: expected dispatch_a, dispatch_b, combine_a and combine_b one after the other"
-            )
+    def _expect(self, call: str) -> None:
+        """Refuses calls that are not the next."""
+        if self._sent is not None:
+            due = ["dispatch_b"]
+        elif self._combining is not None:
+            due = ["combine_b"]
+        else:
+            due = ["dispatch_a"] if self._kept is None else ["combine_a", "dispatch_a"]
+        if call not in due:
+            raise RuntimeError(f"{call} is out of order: expected {' or '.join(due)} of this dispatcher, got {call}")
 
     def _overlapped(self, rows: torch.Tensor) -> Any:
         """The stream of single-batch overlap, on which combine is sent beside shared experts."""
@@ -337,7 +382,7 @@ class _Dispatcher:
         worlds, exchanges = shared.setdefault("worlds", {}), shared.setdefault("exchanges", {})
         if self._group not in worlds:
             worlds[self._group] = World.from_group(self._group)
-        key = (self._group, self._index, self._hidden, self._experts, self._room, device)
+        key = (self._group, self._index, self._hidden, self._experts, self._room, device, self._timeout)
         if key not in exchanges:
             exchanges[key] = _Exchange(worlds[self._group], self._timeout)
         made: _Exchange = exchanges[key]
@@ -357,23 +402,58 @@ class _Dispatcher:
         )
         ids = _growth.named(tokens.ids, self._experts, self._ranks)
         offered = Offered(x, ids, tokens.weights, None).within(ep, self._experts)
-        sent = ep.dispatch_send(offered.x, offered.topk_idx, offered.weights, format=format, counts=True)
-        return _Prefill(tokens, fp8, ep, format, sent)
+        return self._send(
+            lambda: ep.dispatch_send(offered.x, offered.topk_idx, offered.weights, format=format, counts=True),
+            lambda sent, found: _Prefill(tokens, fp8, ep, format, sent, found), tokens.ids,
+        )
 
-    def _receive_prefill(self, call: _Prefill) -> Any:
+    def _send(self, send: Callable[[], Sent], call_of: Callable[[Sent, Found], _Call], ids: torch.Tensor) -> _Call:
+        """What was sent, which is received also where it could not be complete."""
+        found = Found()
+        try:
+            sent = send()
+        except RoutingError as error:
+            # It goes on without this rank's tokens. Raised once it was received.
+            _growth.renumber(error, ids)
+            sent = found.take(error, "sent")
+        except BaseException as error:
+            # Ctrl-C while it was under way.
+            if hasattr(error, "sent") and not isinstance(error, Error):
+                self._sent = call_of(error.sent, found)
+            raise
+        return call_of(sent, found)
+
+    def _received(self, call: Any, output: Output) -> Found:
+        """Receives, and keeps what combine needs. What this returns is raised with the results, if it is an error."""
+        found: Found = call.found
+        try:
+            handle = found.receive(lambda: call.ep.dispatch_recv(call.sent, output))
+        except BaseException as error:
+            if getattr(error, "fatal", False):
+                raise
+            # It took place, also before a Ctrl-C in its wait.
+            handle = found.take(error, "handle")
+        weighted = None if isinstance(call, _Prefill) else call.tokens.weights.shape
+        self._sent, self._kept = None, _Received(call.ep, handle, weighted)
+        return found
+
+    def _receive_prefill(self) -> Any:
         while True:
+            # The only reference beside `self._sent`: a context that is too small goes before the new one is made.
+            call: _Prefill = self._sent
             x, ids, _weights = call.tokens
             experts, sources = call.ep.counts(call.sent)
             output, got = call.ep.output(x, layout="token", capacity=sum(sources), format=call.format)
-            handle = call.ep.dispatch_recv(call.sent, output)
             if experts.pop() == 0:
                 break
-            # Some rank has more tokens than this context has room for, which goes before the new one is made.
+            # Some rank has more tokens than this context has room for.
+            self._sent = None
+            call.found.receive(functools.partial(call.ep.dispatch_recv, call.sent, output))
             tokens, fp8 = call.tokens, call.fp8
-            del call, output, got, handle
+            del call, output, got
             self._exchange(device_of(x)).normal.grow(x, None)
-            call = self._send_prefill(tokens, fp8)
-        self._kept = (call.ep, handle)
+            self._sent = self._send_prefill(tokens, fp8)
+        found = self._received(call, output)
         align = 128 if self._engine.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1
         counts: List[int] = [-(-rows // align) * align for rows in experts]
         recorder = self._engine.get_global_expert_distribution_recorder()
@@ -381,10 +461,12 @@ class _Dispatcher:
             recorder.on_deepep_dispatch_normal(counts, **_layout(ids, self._experts, self._ranks))
         choices = ids.shape[1]
         assert got.token_experts is not None and got.token_weights is not None
-        return self._engine.DeepEPNormalDispatchOutput(
+        made = self._engine.DeepEPNormalDispatchOutput(
             got.rows, got.scales, got.token_experts[:, :choices].long(), got.token_weights[:, :choices].contiguous(),
             counts,
         )
+        found.raise_with(made)
+        return made
 
     def _send_decode(self, tokens: _Tokens, fp8: bool) -> _Decode:
         x = tokens.x
@@ -393,7 +475,9 @@ class _Dispatcher:
                 f"hidden_states has {x.shape[0]} tokens: expected at most the {self._room} of "
                 f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK, got {x.shape[0]}"
             )
-        ep = self._exchange(device_of(x)).low_latency.get(x, self._room, self._experts, tokens.ids.shape[1], None)
+        choices = tokens.ids.shape[1]
+        low_latency = self._exchange(device_of(x)).low_latency(choices)
+        ep = low_latency.get(x, self._room, self._experts, choices, None)
         scales = self._scales(self._engine.deep_gemm_wrapper.DEEPGEMM_BLACKWELL, fp8)
         format = Format(
             self._hidden, self._room, dtype="fp8" if fp8 else name_of(x), scales=scales, quantize=fp8,
@@ -409,18 +493,50 @@ class _Dispatcher:
             shape = (local, -(-self._hidden // columns), -(-capacity // 4) * 4)
             words = torch.empty(shape, dtype=word, device=x.device)
         output = Output("masked", rows, counts, scales=words, column_major=words is not None)
-        sent = ep.dispatch_send(x, tokens.ids, format=format)
         row_scales = None if words is None else words.transpose(1, 2)[:, :capacity]
-        return _Decode(tokens, ep, sent, output, rows, row_scales, counts)
+        return self._send(
+            lambda: ep.dispatch_send(x, tokens.ids, format=format),
+            lambda sent, found: _Decode(tokens, ep, sent, output, rows, row_scales, counts, found), tokens.ids,
+        )
 
-    def _receive_decode(self, call: _Decode) -> Any:
-        self._kept = (call.ep, call.ep.dispatch_recv(call.sent, call.output))
+    def _receive_decode(self) -> Any:
+        call: _Decode = self._sent
+        found = self._received(call, call.output)
         self._engine.get_global_expert_distribution_recorder().on_deepep_dispatch_low_latency(call.counts)
         chosen = call.tokens.ids.numel() * self._ranks
-        return self._engine.DeepEPLLDispatchOutput(
+        made = self._engine.DeepEPLLDispatchOutput(
             call.rows, call.scales, call.tokens.ids, call.tokens.weights, call.counts,
             (chosen + self._experts) // self._experts,
         )
+        found.raise_with(made)
+        return made
+
+
+# What travels unless it is quantised, and what comes back.
+_ROWS = (torch.bfloat16, torch.float16)
+
+
+def _kind(given: Any) -> str:
+    """What was given in place of a tensor that is wanted."""
+    return f"{given.dtype} {[*given.shape]}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+
+
+def _checked(x: torch.Tensor, topk_output: Any, hidden: int, fp8: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Experts int64 and weights fp32 of tokens. Refuses what no dispatch can take."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.shape[1] != hidden:
+        got = [*x.shape] if isinstance(x, torch.Tensor) else _kind(x)
+        raise ValueError(f"hidden_states is of another shape: expected [tokens, {hidden}], got {got}")
+    if x.dtype not in _ROWS[: 1 if fp8 else 2]:
+        wanted = "torch.bfloat16, which is quantised" if fp8 else "torch.bfloat16 or torch.float16"
+        raise TypeError(f"hidden_states is of another dtype: expected {wanted}, got {x.dtype}")
+    ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
+    if not isinstance(ids, torch.Tensor) or not isinstance(weights, torch.Tensor):
+        raise TypeError(f"topk_output: expected one with topk_ids and topk_weights, got a {type(topk_output).__name__}")
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids: expected int32 or int64 [{x.shape[0]}, top_k], got {_kind(ids)}")
+    if weights.shape != ids.shape or not weights.is_floating_point():
+        raise ValueError(f"topk_weights: expected floating-point {[*ids.shape]} as topk_ids, got {_kind(weights)}")
+    return ids.to(torch.int64), weights.float()
 
 
 def _layout(ids: torch.Tensor, experts: int, ranks: int) -> Dict[str, Any]:

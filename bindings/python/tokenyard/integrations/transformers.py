@@ -21,6 +21,10 @@ collective but dispatch and combine: a rank with more tokens than there is room 
 a further expert that each rank has for this alone. The counts of a dispatch come to the host before its rows, so every
 rank learns of it; then all of them make a larger context, and dispatch once more.
 
+Where a rank has unusable routing its tokens are left out, and the layer raises `RoutingError` on that rank once the
+others' sums are complete. A token may name an expert several times, as in transformers' own exchanges, where all
+choices of a rank are at most 2^20.
+
 While a CUDA graph is captured the host cannot wait for counts. Outputs then have room for any routing, and the capture
 needs a context that an earlier call made large enough.
 """
@@ -36,16 +40,21 @@ import torch.distributed as dist
 
 from .. import ops
 from .._calls import AllToAll
-from .._growth import named, notice, placement, room
+from .._errors import Found
+from .._growth import named, notice, placement, renumber, room
 from .._hosts import Hosts
+from .._native import RoutingError
 from .._tensors import device_of, name_of
 from .._worlds import World
+from . import seconds
 
 __all__ = ["TESTED_VERSIONS", "register"]
 
 TESTED_VERSIONS = ("5.23.0", "5.24.0")
 """Versions of transformers with which tests/python/test_transformers.py ran."""
 
+# Choices of a rank up to which a token may name an expert several times.
+_CHOICES = 1 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Some versions of torch have no types there.
@@ -57,8 +66,7 @@ def register(name: str = "tokenyard", *, timeout: float = 600.0) -> None:
 
     `timeout`: seconds for which a call waits for other ranks, which may be saving a checkpoint or loading data.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    seconds(timeout)
     transformers = importlib.import_module("transformers")
     try:
         interface = importlib.import_module("transformers.distributed.expert_parallel")
@@ -99,7 +107,8 @@ class _Layer:
             self._exchanges = {}
         if wanted not in self._exchanges:
             self._exchanges[wanted] = _exchange(wanted, self.timeout)
-        got, ids = self._exchanges[wanted].dispatch(hidden_states, top_k_index, top_k_weights)
+        found = Found()
+        got, ids = self._exchanges[wanted].dispatch(hidden_states, top_k_index, top_k_weights, found)
         assert got.row_weights is not None
         weights = got.row_weights.unsqueeze(1).to(top_k_weights.dtype)
         if got.rows.shape[0]:
@@ -108,9 +117,14 @@ class _Layer:
             # One row that nobody reads: not all experts take none, and backward needs to come by here.
             none = got.rows.sum(0, keepdim=True)
             rows = self.experts_forward(none, ids.new_zeros((1, 1)), weights.new_ones((1, 1)))[:0]
-        # The experts have applied the weights.
-        out = ops.combine(rows.to(hidden_states.dtype), got._replace(row_weights=None))
-        return out if self.tp_mesh.size() == 1 else _whole(out, self.tp_mesh, tokens)
+        # The experts have applied the weights. On a GPU unusable routing may be raised as late as here.
+        back = rows.to(hidden_states.dtype)
+        out: torch.Tensor = found.receive(lambda: ops.combine(back, got._replace(row_weights=None)))
+        if self.tp_mesh.size() > 1:
+            out = _whole(out, self.tp_mesh, tokens)
+        # Raised where no other rank waits for this one any more: there is nothing left to combine.
+        found.raise_with(None)
+        return out
 
     def _wanted(self, x: torch.Tensor, top_k: int) -> Tuple[Any, ...]:
         group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
@@ -119,6 +133,11 @@ class _Layer:
 
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Refuses what no dispatch can take."""
+    for name, given in (("hidden_states", x), ("top_k_index", ids), ("top_k_weights", weights)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} is of another type: expected a tensor, got {type(given).__name__}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"hidden_states is on another device: expected cpu or cuda, got {x.device}")
     if x.dtype not in _DTYPES:
         raise TypeError(f"hidden_states is of another dtype: expected one of {list(_DTYPES)}, got {x.dtype}")
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
@@ -196,12 +215,13 @@ class _Exchange:
         self._ep: Optional[AllToAll] = None
 
     def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, found: Found
     ) -> Tuple[ops.Dispatched, torch.Tensor]:
-        """What came, with router weights, and the local expert of each row `[rows, 1]`."""
+        """What came, with router weights, and the local expert of each row `[rows, 1]`. `found`: gets the error of
+        routing by which this rank sent nothing."""
         _group, _hidden, experts, top_k, _dtype, _device = self.wanted
         ranks, capturing = self._group.world.size, x.is_cuda and torch.cuda.is_current_stream_capturing()
-        ids = named(ids, experts, ranks)
+        given, ids = ids, named(ids, experts, ranks)
         x, weights = x.contiguous(), weights.float().contiguous()
         if capturing:
             if self._ep is None or x.shape[0] > self._room:
@@ -211,18 +231,32 @@ class _Exchange:
                 )
             got = ops.dispatch(self._ep, x, ids, weights)
             return got, self._local(got)
-        ep = self._ep or self._make(x.shape[0])
+        if self._ep is None:
+            self._make(x.shape[0])
         if x.shape[0] <= self._room:
-            got = ops.dispatch(ep, x, ids, weights, exact=True)
+            got = self._exact(x, ids, weights, given, found)
         else:
             with torch.no_grad():
                 rows, choices = notice(x, experts, top_k, ranks)
-                got = ops.dispatch(ep, rows, choices, torch.zeros(choices.shape, device=x.device), exact=True)
+                got = self._exact(rows, choices, torch.zeros(choices.shape, device=x.device), choices, found)
         if ops.host_counts(got)[0][-1]:
             # Some rank has more, which all of them see here.
             del got
-            got = ops.dispatch(self._make(x.shape[0]), x, ids, weights, exact=True)
+            self._make(x.shape[0])
+            got = self._exact(x, ids, weights, given, found)
         return got, self._local(got)
+
+    def _exact(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, given: torch.Tensor, found: Found
+    ) -> ops.Dispatched:
+        """A dispatch whose counts the host has. `given`: the caller's numbers of experts."""
+        assert self._ep is not None
+        try:
+            return ops.dispatch(self._ep, x, ids, weights, exact=True)
+        except RoutingError as error:
+            renumber(error, given)
+            got: ops.Dispatched = found.take(error, "dispatched")
+            return got
 
     def _local(self, got: ops.Dispatched) -> torch.Tensor:
         """Local experts of rows; their number for rows that no token has."""
@@ -232,8 +266,8 @@ class _Exchange:
         place = torch.arange(got.rows.shape[0], dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, place, right=True).unsqueeze(1)
 
-    def _make(self, tokens: int) -> AllToAll:
-        """A context for the most tokens that any rank has now. Collective."""
+    def _make(self, tokens: int) -> None:
+        """Makes a context for the most tokens that any rank has now. Collective."""
         _group, hidden, experts, top_k, dtype, device = self.wanted
         world = self._group.world
         most = room(world, tokens, self._room)
@@ -242,7 +276,6 @@ class _Exchange:
         self._ep = self._group.hosts.context(
             hidden=hidden, experts=experts + world.size, top_k=top_k, max_tokens_per_rank=most, device=device,
             dtype=dtype, combine_dtype=dtype, weights="none", payload_words=top_k, dispatch_payload_words=2 * top_k,
-            placement=placement(experts, world.size), timeout=self._timeout,
+            placement=placement(experts, world.size), timeout=self._timeout, duplicates=most * top_k <= _CHOICES,
         )
         self._room = most
-        return self._ep
