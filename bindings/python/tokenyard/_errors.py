@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional, Tuple
 
-from ._native import Error
+from ._native import Error, OrderError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -22,9 +22,9 @@ class Found:
 
     def take(self, error: BaseException, made: str) -> Any:
         """What the call made, by its name among the error's fields. An error without it is raised again: nothing took
-        place."""
+        place. And so is one of order, whose call ended before it did anything: what it made is not to be waited for."""
         try:
-            if not hasattr(error, made):
+            if not hasattr(error, made) or isinstance(error, OrderError):
                 raise error
             self._error = error
             return getattr(error, made)
