@@ -39,6 +39,7 @@ from .._errors import Found
 from .._native import Error, Format, Handle, Output, Sent
 from .._tensors import TYPES
 from .._worlds import World
+from . import _vllm_microbatches
 
 __all__ = ["HIGH_THROUGHPUT", "LOW_LATENCY", "TESTED_VERSIONS", "plugin", "register"]
 
@@ -62,13 +63,6 @@ _TIMEOUT = [600.0]
 _MANAGERS: "weakref.WeakSet[_Manager]" = weakref.WeakSet()
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
-_MICROBATCHES = "vllm.v1.worker.ubatching"
-# Microbatches are threads of which one runs at a time, until it yields. Without microbatches these do nothing.
-_HOOKS = (
-    "dbo_enabled", "dbo_current_ubatch_id", "dbo_maybe_run_recv_hook", "dbo_switch_to_comm", "dbo_switch_to_compute",
-    "dbo_switch_to_compute_sync", "dbo_yield_and_switch_from_compute_to_comm",
-    "dbo_yield_and_switch_from_comm_to_compute",
-)
 
 
 def plugin() -> None:
@@ -144,9 +138,12 @@ class _Vllm:
                 getattr(self.parallel_config, name)
             for name in ("all2all_backend", "enable_elastic_ep"):
                 self.parallel_config.__dataclass_fields__[name]
-            batches = importlib.import_module(_MICROBATCHES)
-            for name in _HOOKS:
-                getattr(batches, name)
+            self.batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
+            for name in (*_vllm_microbatches.HOOKS, "_CURRENT_CONTEXTS"):
+                getattr(self.batches, name)
+            self.microbatch: Any = self.batches.UBatchContext
+            self.leave: Callable[..., Any] = self.microbatch.__exit__
+            self.pass_on: Callable[[Any], None] = self.microbatch._cpu_yield
             self.worker: Any = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
             self.step: Callable[..., Any] = self.worker.execute_model
             modular = importlib.import_module(f"{_LAYERS}.modular_kernel")
@@ -171,6 +168,10 @@ class _Vllm:
         for owner, name, get, backend in self.named:
             setattr(owner, name, property(_or_named(get, backend)))
         self.worker.execute_model = _with_check(self.step)
+        self.microbatch.__exit__ = _vllm_microbatches.with_failure(
+            self.leave, lambda: self.batches._CURRENT_CONTEXTS if _MANAGERS else []
+        )
+        self.microbatch._cpu_yield = _vllm_microbatches.or_failure(self.pass_on)
         for communicator in self.communicators:
             communicator.__init__ = self._with_manager(communicator.__init__)
         functions = {
@@ -356,6 +357,14 @@ class _Manager:
         """Multiprocessors that vLLM keeps from other kernels of microbatches at most; None: as many as it likes."""
         return 0 if self._low_latency else None
 
+    def dispatch(self, *given: Any, **named: Any) -> Any:
+        """What vLLM calls for layers without expert parallelism, for which there is no dispatch."""
+        raise NotImplementedError(
+            "enable_expert_parallel: expected True with these backends and --data-parallel-size above 1, got False"
+        )
+
+    dispatch_router_logits = combine = dispatch
+
     def set_num_sms(self, num_sms: int) -> None:
         """Nothing: contexts have theirs from the start."""
 
@@ -455,7 +464,7 @@ class _Both:
         self._modular: Any = importlib.import_module(f"{_LAYERS}.modular_kernel")
         self._quantize: Any = importlib.import_module(f"{_LAYERS}.utils")
         self._reduce: Any = importlib.import_module(f"{_LAYERS}.topk_weight_and_reduce")
-        self._batches: Any = importlib.import_module(_MICROBATCHES)
+        self._batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
         self._contexts, self._ranks, self._experts, self._fp8 = contexts, ranks, experts, fp8
         self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0]
         self._kept: List[Optional[_Kept]] = [None] * len(contexts)
