@@ -73,6 +73,19 @@ def test_routing_that_is_unusable_raises_with_the_handle_and_is_combined(exact):
     assert ep.dispatch(case.x[0], case.ids[0], case.weights[0]).handle is not None
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_dispatch_while_another_is_in_flight_is_refused_at_once(exact):
+    """Its counts never come, so nobody waits for them."""
+    case, ep = alone()
+    x, ids, weights = case.x[0], case.ids[0], case.weights[0]
+    sent = ep.dispatch_send(x, ids, weights, counts=True)
+    with pytest.raises(tokenyard.OrderError, match="sent and not received"):
+        ep.dispatch(x, ids, weights, exact=exact)
+    output, got = ep.output(x)
+    sums = ep.combine(got.rows, ep.dispatch_recv(sent, output))
+    np.testing.assert_allclose(sums, x * (weights * (ids >= 0)).sum(1, keepdims=True), rtol=1e-5, atol=1e-5)
+
+
 def test_an_output_without_room_says_how_much_is_needed():
     case, ep = alone()
     with pytest.raises(tokenyard.CapacityError) as raised:

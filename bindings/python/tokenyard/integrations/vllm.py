@@ -11,9 +11,15 @@ instead. There are two backends:
 - `tokenyard_low_latency`: activations in vLLM's batched format, `[local experts, ranks * max_num_tokens, hidden]`. Rows
   are quantised in dispatch where experts take fp8 in blocks of 128, and weights are applied in combine.
 
-Layers of one shape share a context, which is made with the first of them for vLLM's `max_num_tokens`. Ids are int32 or
-int64. The hidden size is a multiple of 8 elements, and of 128 where fp8 rows travel. Ranks may be on several hosts.
-Not taken: microbatches (`--enable-dbo`), whose backends vLLM names in its own code, and elastic expert parallelism.
+Layers of one shape share a context, which is made with the first of them for vLLM's `max_num_tokens`. With
+microbatches (`--enable-dbo`, `--ubatch-size`) they share one for each microbatch. Ids are int32 or int64. vLLM pads the
+hidden size until a row has a multiple of 16 bytes; where fp8 rows travel, it is a multiple of 128. Ranks may be on
+several hosts. Not taken: elastic expert parallelism, which is refused with the configuration.
+
+Errors. What a call cannot take is refused with an exception that names the argument, before anything is sent. An id
+that no expert has raises `RoutingError` from the receiver: the dispatch took place without this rank's tokens, the
+exception has the receiver's result as `dispatched`, and `finalize` is to follow, as the other ranks wait for it. Work
+in CUDA graphs raises nothing; what it found is raised at the beginning of the worker's next step.
 """
 
 from __future__ import annotations
@@ -23,15 +29,18 @@ import importlib
 import inspect
 import logging
 import sys
-from typing import Any, Callable, Dict, List, Optional, Tuple
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from .._calls import AllToAll
+from .._errors import Found
 from .._hosts import Hosts
-from .._native import Format, Output
+from .._native import Error, Format, Handle, Output, Sent
 from .._tensors import TYPES
 from .._worlds import World
+from . import _vllm_microbatches
 
 __all__ = ["HIGH_THROUGHPUT", "LOW_LATENCY", "TESTED_VERSIONS", "plugin", "register"]
 
@@ -44,13 +53,15 @@ LOW_LATENCY = "tokenyard_low_latency"
 """The backend in vLLM's batched format."""
 
 _NAMES = (HIGH_THROUGHPUT, LOW_LATENCY)
-# The backends of vLLM that are treated alike where vLLM asks for names.
+# The backends of vLLM that are treated alike where vLLM asks for names: their formats are the same.
 _LIKE = {HIGH_THROUGHPUT: "deepep_high_throughput", LOW_LATENCY: "deepep_low_latency"}
 _BLOCK = 128
 _ROUND_TOKENS = 16384
 # Handles that are there from the start, as a capture may not make one.
 _HANDLES = 8
 _TIMEOUT = [600.0]
+# The managers of this process, whose contexts each step of the worker checks.
+_MANAGERS: "weakref.WeakSet[_Manager]" = weakref.WeakSet()
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 
@@ -63,16 +74,18 @@ def plugin() -> None:
         logging.getLogger("vllm.tokenyard").warning("no all-to-all backend of tokenyard: %s", missing)
 
 
-def register(*, timeout: float = 600.0) -> None:
+def register(*, timeout: Optional[float] = None) -> None:
     """Makes the two backends choosable in this process; other backends go the way that they went. May be called again.
 
-    `timeout`: seconds for which calls of contexts that are made from now on wait for other ranks. Raises `ImportError`
-    where vLLM lacks what is extended; then nothing has been changed.
+    `timeout`: seconds for which calls of contexts that are made from now on wait for other ranks, by default what an
+    earlier call stated, or else 600. Raises `ImportError` where vLLM lacks what is extended; then nothing has been
+    changed.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, got {timeout}")
+    if timeout is not None and not 0 < timeout <= 1e9:
+        raise ValueError(f"timeout is {timeout}: expected seconds above 0, up to 1e9, got {timeout}")
     found = _Vllm()
-    _TIMEOUT[0] = timeout
+    if timeout is not None:
+        _TIMEOUT[0] = timeout
     if HIGH_THROUGHPUT not in found.backends.__args__:
         found.extend()
 
@@ -87,11 +100,14 @@ class _Vllm:
             parallel = importlib.import_module("vllm.config.parallel")
             self.backends: Any = parallel.All2AllBackend
             self.parallel_config: Any = parallel.ParallelConfig
+            self.vllm_config: Any = config.VllmConfig
             self.configs: List[Any] = [parallel.ParallelConfig, config.VllmConfig]
+            self.finish_config: Callable[..., None] = config.VllmConfig.__post_init__
             self.current_config: Callable[[], Any] = config.get_current_vllm_config_or_none
             self.moe_config: Any = importlib.import_module(f"{_LAYERS}.config").FusedMoEParallelConfig
             self.utils: Any = importlib.import_module(f"{_LAYERS}.all2all_utils")
             self.make: Callable[..., Any] = self.utils.maybe_make_prepare_finalize
+            self.round_up: Callable[..., int] = self.utils.maybe_roundup_layer_hidden_size
             self.manager: Callable[[], Any] = self.utils.get_ep_all2all_manager
             devices = "vllm.distributed.device_communicators"
             self.manager_base: Any = importlib.import_module(f"{devices}.base_device_communicator").All2AllManagerBase
@@ -101,17 +117,36 @@ class _Vllm:
             for communicator in self.communicators:
                 if missing := {"cpu_group", "use_all2all"} - inspect.signature(communicator.__init__).parameters.keys():
                     raise AttributeError(f"{communicator.__name__} takes no {sorted(missing)}")
-            for name in ("moe", "quant_config"):
-                inspect.signature(self.make).parameters[name]
+            asked = ((self.make, ("moe", "quant_config")),
+                     (self.round_up, ("hidden_size", "act_dtype", "moe_parallel_config")))
+            for function, names in asked:
+                for name in names:
+                    inspect.signature(function).parameters[name]
             self.properties = [
                 (self.parallel_config, name, getattr(self.parallel_config, name).fget)
                 for name in ("use_sequence_parallel_moe", "use_batched_dp_moe")
             ]
-            self.batched = [
-                (self.moe_config, name, getattr(self.moe_config, name).fget)
-                for name in ("use_batched_activation_format", "needs_round_robin_routing_tables")
+            # Experts that cannot take the standard format after a dispatch ask for DeepEP's backend of that format.
+            self.named = [
+                (self.moe_config, name, getattr(self.moe_config, name).fget, backend)
+                for name, backend in (
+                    ("use_batched_activation_format", LOW_LATENCY), ("needs_round_robin_routing_tables", LOW_LATENCY),
+                    ("use_deepep_ht_kernels", HIGH_THROUGHPUT),
+                )
             ]
             getattr(self.moe_config, "use_all2all_kernels")
+            for name in ("use_ubatching", "num_ubatches"):
+                getattr(self.parallel_config, name)
+            for name in ("all2all_backend", "enable_elastic_ep"):
+                self.parallel_config.__dataclass_fields__[name]
+            self.batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
+            for name in (*_vllm_microbatches.HOOKS, "_CURRENT_CONTEXTS"):
+                getattr(self.batches, name)
+            self.microbatch: Any = self.batches.UBatchContext
+            self.leave: Callable[..., Any] = self.microbatch.__exit__
+            self.pass_on: Callable[[Any], None] = self.microbatch._cpu_yield
+            self.worker: Any = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+            self.step: Callable[..., Any] = self.worker.execute_model
             modular = importlib.import_module(f"{_LAYERS}.modular_kernel")
             for name in ("FusedMoEPrepareAndFinalizeModular", "FusedMoEActivationFormat", "ExpertTokensMetadata"):
                 getattr(modular, name)
@@ -126,21 +161,30 @@ class _Vllm:
     def extend(self) -> None:
         """Makes the changes. None of them does anything where another backend is chosen."""
         self.backends.__args__ = (*self.backends.__args__, *_NAMES)
+        self.vllm_config.__post_init__ = _with_microbatches(self.finish_config)
         for config in self.configs:
             self.rebuild(config, force=True)
         for owner, name, get in self.properties:
             setattr(owner, name, property(_as_others(get)))
-        for owner, name, get in self.batched:
-            setattr(owner, name, property(_or_low_latency(get)))
+        for owner, name, get, backend in self.named:
+            setattr(owner, name, property(_or_named(get, backend)))
+        self.worker.execute_model = _with_check(self.step)
+        self.microbatch.__exit__ = _vllm_microbatches.with_failure(
+            self.leave, lambda: self.batches._CURRENT_CONTEXTS if _MANAGERS else []
+        )
+        self.microbatch._cpu_yield = _vllm_microbatches.or_failure(self.pass_on)
         for communicator in self.communicators:
             communicator.__init__ = self._with_manager(communicator.__init__)
-        made = self._with_classes(self.make)
+        functions = {
+            "maybe_make_prepare_finalize": (self.make, self._with_classes(self.make)),
+            "maybe_roundup_layer_hidden_size": (self.round_up, _with_rows(self.round_up)),
+        }
         for module in list(sys.modules.values()):
-            # Those that imported the function by its name, too.
-            if getattr(module, "__name__", "").startswith("vllm.") and (
-                vars(module).get("maybe_make_prepare_finalize") is self.make
-            ):
-                setattr(module, "maybe_make_prepare_finalize", made)
+            # Those that imported a function by its name, too.
+            if getattr(module, "__name__", "").startswith("vllm."):
+                for name, (before, after) in functions.items():
+                    if vars(module).get(name) is before:
+                        setattr(module, name, after)
 
     def _with_manager(self, init: Callable[..., None]) -> Callable[..., None]:
         """A communicator's constructor, which has a manager of these backends if one is configured."""
@@ -153,14 +197,17 @@ class _Vllm:
             if backend not in _NAMES:
                 init(self, *args, **kwargs)
                 return
+            _must_stay(config.parallel_config)
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
             wanted, given.arguments["use_all2all"] = given.arguments["use_all2all"], False
             init(*given.args, **given.kwargs)
             self.use_all2all = self.is_ep_communicator and wanted
             if self.use_all2all:
-                manager = type("TokenyardAll2AllManager", (_Manager, base), {})
-                self.all2all_manager = manager(self.cpu_group, given.arguments.get("tcp_store_group"))
+                kind = type("TokenyardAll2AllManager", (_Manager, base), {})
+                manager = kind(self.cpu_group, given.arguments.get("tcp_store_group"))
+                manager.number_microbatches(config.parallel_config, self.device)
+                self.all2all_manager = manager
 
         return with_manager
 
@@ -195,8 +242,69 @@ def _as_others(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda config: get(_Otherwise(config) if config.all2all_backend in _NAMES else config)
 
 
-def _or_low_latency(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda config: get(config) or (config.use_all2all_kernels and config.all2all_backend == LOW_LATENCY)
+def _or_named(get: Callable[[Any], Any], backend: str) -> Callable[[Any], Any]:
+    return lambda config: get(config) or (config.use_all2all_kernels and config.all2all_backend == backend)
+
+
+def _must_stay(parallel: Any) -> None:
+    """Refuses ranks that come and go."""
+    if parallel.enable_elastic_ep:
+        raise NotImplementedError(
+            f"enable_elastic_ep: expected False with {parallel.all2all_backend}, whose ranks stay the same, got True; "
+            "leave --enable-elastic-ep out, or choose another --all2all-backend"
+        )
+
+
+def _with_microbatches(finish: Callable[..., None]) -> Callable[..., None]:
+    """`VllmConfig.__post_init__`, which takes microbatches for backends that it knows by their names alone."""
+
+    @functools.wraps(finish)
+    def with_microbatches(self: Any, *args: Any, **kwargs: Any) -> None:
+        parallel = self.parallel_config
+        backend = parallel.all2all_backend
+        named = backend in _NAMES
+        if named:
+            _must_stay(parallel)
+        if not named or not parallel.use_ubatching:
+            finish(self, *args, **kwargs)
+            return
+        # What else goes by the name is right as well: no CUDA graphs of the standard format, whose microbatches let
+        # the host wait for counts.
+        parallel.all2all_backend = _LIKE[backend]
+        try:
+            finish(self, *args, **kwargs)
+        finally:
+            parallel.all2all_backend = backend
+
+    return with_microbatches
+
+
+def _with_rows(round_up: Callable[..., int]) -> Callable[..., int]:
+    """`maybe_roundup_layer_hidden_size`, by which rows of these backends have a multiple of 16 bytes."""
+    signature = inspect.signature(round_up)
+
+    @functools.wraps(round_up)
+    def with_rows(*args: Any, **kwargs: Any) -> int:
+        given = signature.bind(*args, **kwargs).arguments
+        parallel, hidden = given["moe_parallel_config"], int(given["hidden_size"])
+        if parallel.all2all_backend not in _NAMES:
+            return round_up(*args, **kwargs)
+        columns = 16 // given["act_dtype"].itemsize
+        return -(-hidden // columns) * columns if parallel.use_all2all_kernels else hidden
+
+    return with_rows
+
+
+def _with_check(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The worker's step, which first raises what earlier ones found: replays of graphs raise nothing themselves."""
+
+    @functools.wraps(step)
+    def with_check(*args: Any, **kwargs: Any) -> Any:
+        for manager in list(_MANAGERS):
+            manager.check()
+        return step(*args, **kwargs)
+
+    return with_check
 
 
 class _Manager:
@@ -209,23 +317,54 @@ class _Manager:
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)  # type: ignore[call-arg]
         if tcp_store_group is not None:
-            raise NotImplementedError("elastic expert parallelism: choose another all2all_backend")
+            raise NotImplementedError(
+                "tcp_store_group: expected None, as ranks of these backends stay the same, got one of elastic ranks"
+            )
         self._hosts: Optional[Hosts] = None
-        self._contexts: Dict[Tuple[Any, ...], AllToAll] = {}
-        self._sms: Optional[int] = None
+        self._contexts: Dict[Tuple[Any, ...], List[AllToAll]] = {}
+        self._microbatches, self._sms, self._low_latency = 1, None, False
+        _MANAGERS.add(self)
 
-    def get_handle(self, kwargs: Dict[str, Any]) -> AllToAll:
-        """The context for these arguments of `_context`, which layers share. Collective if it is new."""
-        key = (*sorted(kwargs.items()), ("sms", self._sms))
+    def number_microbatches(self, parallel: Any, device: torch.device) -> None:
+        """Sets how many contexts each shape has, by vLLM's `ParallelConfig`."""
+        self._low_latency = parallel.all2all_backend == LOW_LATENCY
+        if parallel.use_ubatching:
+            self._microbatches = int(parallel.num_ubatches)
+            if device.type == "cuda" and not self._low_latency:
+                # What vLLM leaves to communication while the other microbatch computes; 0 leaves all to both.
+                self._sms = importlib.import_module("vllm.envs").VLLM_DBO_COMM_SMS or None
+
+    def get_handle(self, kwargs: Dict[str, Any]) -> List[AllToAll]:
+        """The contexts for these arguments of `_context`, one for each microbatch, which layers share. Collective if
+        they are new."""
+        key = tuple(sorted(kwargs.items()))
         if key not in self._contexts:
             if self._hosts is None:
                 self._hosts = Hosts(World.from_group(self.cpu_group))
-            self._contexts[key] = _context(self._hosts, sms=self._sms, **kwargs)
+            hosts = self._hosts
+            self._contexts[key] = [_context(hosts, sms=self._sms, **kwargs) for _ in range(self._microbatches)]
         return self._contexts[key]
 
+    def check(self) -> None:
+        """Raises what calls of the contexts found, on a GPU in captured graphs, too."""
+        for contexts in list(self._contexts.values()):
+            for ep in contexts:
+                ep.check()
+
+    def max_sms_used(self) -> Optional[int]:
+        """Multiprocessors that vLLM keeps from other kernels of microbatches at most; None: as many as it likes."""
+        return 0 if self._low_latency else None
+
+    def dispatch(self, *given: Any, **named: Any) -> Any:
+        """What vLLM calls for layers without expert parallelism, for which there is no dispatch."""
+        raise NotImplementedError(
+            "enable_expert_parallel: expected True with these backends and --data-parallel-size above 1, got False"
+        )
+
+    dispatch_router_logits = combine = dispatch
+
     def set_num_sms(self, num_sms: int) -> None:
-        """Multiprocessors of contexts that are made from now on."""
-        self._sms = num_sms
+        """Nothing: contexts have theirs from the start."""
 
     def destroy(self) -> None:
         """Gives up the contexts; those that classes have live as long as these."""
@@ -271,7 +410,11 @@ def prepare_finalize(moe: Any, quant_config: Any, manager: Any, routing_tables: 
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     fp8 = quant_config is not None and _in_blocks(quant_config)
-    ep = manager.get_handle(
+    if fp8 and moe.hidden_dim % _BLOCK:
+        raise ValueError(
+            f"hidden_dim: expected a multiple of {_BLOCK}, as fp8 rows travel in such blocks, got {moe.hidden_dim}"
+        )
+    contexts = manager.get_handle(
         dict(
             backend=backend, hidden=moe.hidden_dim, experts=moe.num_experts, top_k=moe.experts_per_token,
             tokens=moe.max_num_tokens, dtype=names[moe.in_dtype], fp8=fp8, device=str(device),
@@ -280,7 +423,7 @@ def prepare_finalize(moe: Any, quant_config: Any, manager: Any, routing_tables: 
     base = importlib.import_module(f"{_LAYERS}.modular_kernel").FusedMoEPrepareAndFinalizeModular
     kind, name = (_Batched, "Batched") if backend == LOW_LATENCY else (_Standard, "Standard")
     made: Any = type(f"Tokenyard{name}PrepareAndFinalize", (kind, base), {})
-    return made(ep, manager.world_size, fp8, routing_tables)
+    return made(contexts, manager.world_size, moe.num_experts, fp8, routing_tables)
 
 
 def _in_blocks(quant_config: Any) -> bool:
@@ -289,23 +432,42 @@ def _in_blocks(quant_config: Any) -> bool:
     return quant_config.quant_dtype == torch.float8_e4m3fn and shape is not None and shape[1] == _BLOCK
 
 
+def _of_tensor(quant_config: Any) -> bool:
+    """Whether a scale is of all rows of a tensor, by their values: then rows that hold nothing must not count."""
+    return (
+        isinstance(quant_config.quant_dtype, torch.dtype) and quant_config.a1_scale is None
+        and quant_config.block_shape is None and not quant_config.per_act_token_quant
+    )
+
+
 def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class _Kept(NamedTuple):
+    """A dispatch that was received and not combined yet."""
+
+    handle: Handle
+    shape: Tuple[int, ...]
+    """Of the rows that it brought, without columns."""
+
+
 class _Both:
-    """What the classes of both formats have in common."""
+    """What the classes of both formats have in common. They hold a dispatch of each microbatch until `finalize`."""
 
     _format: str
 
-    def __init__(self, ep: AllToAll, ranks: int, fp8: bool, routing_tables: Any) -> None:
+    def __init__(
+        self, contexts: List[AllToAll], ranks: int, experts: int, fp8: bool, routing_tables: Any
+    ) -> None:
         super().__init__()
         self._modular: Any = importlib.import_module(f"{_LAYERS}.modular_kernel")
         self._quantize: Any = importlib.import_module(f"{_LAYERS}.utils")
         self._reduce: Any = importlib.import_module(f"{_LAYERS}.topk_weight_and_reduce")
-        self._ep, self._ranks, self._fp8 = ep, ranks, fp8
+        self._batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
+        self._contexts, self._ranks, self._experts, self._fp8 = contexts, ranks, experts, fp8
         self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0]
-        self._handle: Any = None
+        self._kept: List[Optional[_Kept]] = [None] * len(contexts)
 
     @property
     def activation_format(self) -> Any:
@@ -325,31 +487,67 @@ class _Both:
         return True
 
     def supports_dbo(self) -> bool:
-        return False
+        """Whether vLLM's configuration had microbatches when the layer was made."""
+        return len(self._contexts) > 1
+
+    def _microbatch(self) -> int:
+        """The number of the calling thread's microbatch."""
+        number = int(self._batches.dbo_current_ubatch_id())
+        if number >= len(self._contexts):
+            raise RuntimeError(
+                f"microbatch {number}: expected at most {len(self._contexts)} microbatches, as vLLM's configuration "
+                "had when the layer was made"
+            )
+        return number
+
+    def _lent(self, *tensors: Optional[torch.Tensor]) -> None:
+        """Tensors that the current stream uses, of which another stream is the owner where there are microbatches."""
+        if self._batches.dbo_enabled():
+            for tensor in tensors:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
 
     def _start(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, on_input: bool
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, weights and ids as dispatch takes them."""
+        """Rows, weights and ids as dispatch takes them. What it cannot take is refused, as then nothing is sent yet."""
+        ep = self._contexts[0]
+        hidden, dtype, most = ep.format.hidden, TYPES[ep.format.dtype], ep.format.max_tokens
+        if a1.dim() != 2 or a1.shape[1] != hidden:
+            raise ValueError(f"a1 is of another shape: expected [tokens, {hidden}], got {[*a1.shape]}")
+        if a1.dtype != dtype:
+            raise TypeError(f"a1 is of another dtype: expected {dtype}, got {a1.dtype}")
+        if a1.shape[0] > most:
+            raise ValueError(f"a1: expected at most {most} tokens, got {a1.shape[0]}")
+        if topk_ids.dim() != 2 or topk_ids.shape[0] != a1.shape[0] or not 1 <= topk_ids.shape[1] <= ep.top_k:
+            raise ValueError(
+                f"topk_ids is of another shape: expected [{a1.shape[0]}, 1 to {ep.top_k}], got {[*topk_ids.shape]}"
+            )
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_ids is of another dtype: expected torch.int32 or torch.int64, got {topk_ids.dtype}")
+        _must_weigh(topk_weights, topk_ids)
+        if num_experts != self._experts:
+            raise ValueError(f"num_experts: expected the layer's {self._experts}, got {num_experts}")
         if on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input: expected a top_k of 1, got {topk_ids.shape[1]}")
             a1 = a1 * topk_weights.to(a1.dtype)
-        if a1.shape[0] > self._ep.format.max_tokens:
-            raise ValueError(f"a1: expected at most {self._ep.format.max_tokens} tokens, got {a1.shape[0]}")
         if self._physical is not None:
             if self._physical.device != topk_ids.device:
                 self._physical = self._physical.to(topk_ids.device)
-            physical = self._physical[topk_ids.clamp(min=0).long()].to(topk_ids.dtype)
-            topk_ids = torch.where(topk_ids < 0, topk_ids, physical)
+            # Numbers that no expert has stay what they are, for dispatch to find them.
+            known = (topk_ids >= 0) & (topk_ids < len(self._physical))
+            physical = self._physical[topk_ids.clamp(0, len(self._physical) - 1).long()].to(topk_ids.dtype)
+            topk_ids = torch.where(known, physical, topk_ids)
         return a1.contiguous(), topk_weights.float().contiguous(), topk_ids.contiguous()
 
-    def _take(self) -> Any:
-        """The handle of the dispatch that is combined."""
-        if self._handle is None:
-            raise RuntimeError("finalize: expected one after each prepare whose receiver ran, got none before it")
-        handle, self._handle = self._handle, None
-        return handle
+    def _receive(self, microbatch: int, sent: Sent, output: Output, shape: Tuple[int, ...], found: Found) -> None:
+        """Receives a dispatch, and keeps its handle for `finalize`."""
+        try:
+            handle = self._contexts[microbatch].dispatch_recv(sent, output)
+        except Error as error:
+            handle = found.take(error, "handle")
+        self._kept[microbatch] = _Kept(handle, shape)
 
     def prepare(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
@@ -359,43 +557,102 @@ class _Both:
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
             defer_input_quant,
         )
-        return started()
+        return _ended(started)
 
     def prepare_async(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
         apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
-    ) -> Callable[[], Any]:
+    ) -> Any:
         raise NotImplementedError
 
     def finalize(
         self, output: torch.Tensor, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor,
         topk_ids: torch.Tensor, apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
     ) -> None:
-        self.finalize_async(
+        _ended(self.finalize_async(
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )()
+        ))
 
     def finalize_async(
         self, output: torch.Tensor, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor,
         topk_ids: torch.Tensor, apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
-    ) -> Callable[[], None]:
+    ) -> Any:
         raise NotImplementedError
 
-    def _return(self, rows: torch.Tensor, out: torch.Tensor, weights: Optional[torch.Tensor]) -> Callable[[], None]:
-        """Sends rows back; their sums are in `out` after the receiver."""
-        handle, ep = self._take(), self._ep
-        sent = ep.combine_send(rows, handle, topk_weights=weights)
-        held = [rows, weights, handle]
+    def _must_fit(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Refuses what `_return` cannot take, for then a combine would be sent that nobody receives."""
+        ep, kept = self._contexts[0], self._kept[self._microbatch()]
+        if kept is None:
+            raise RuntimeError("finalize: expected one after each prepare whose receiver ran, got none before it")
+        tokens, hidden = kept.handle.tokens, ep.format.hidden
+        if out.dim() != 2 or out.shape[0] != tokens or not 1 <= out.shape[1] <= hidden:
+            raise ValueError(f"output is of another shape: expected [{tokens}, up to {hidden}], got {[*out.shape]}")
+        if out.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"output is of another dtype: expected bfloat16, float16 or float32, got {out.dtype}")
+        wanted = (*kept.shape, out.shape[1])
+        if rows.shape != wanted:
+            raise ValueError(f"fused_expert_output is of another shape: expected {[*wanted]}, got {[*rows.shape]}")
+        dtype = TYPES[ep.format.combine_dtype]
+        if rows.dtype != dtype:
+            raise TypeError(f"fused_expert_output is of another dtype: expected {dtype}, got {rows.dtype}")
+
+    def _return(
+        self, rows: torch.Tensor, out: torch.Tensor, weights: Optional[torch.Tensor]
+    ) -> Callable[[], None]:
+        """Sends rows back, which `_must_fit` has seen; their sums are in `out` after the receiver."""
+        microbatch = self._microbatch()
+        ep, kept = self._contexts[microbatch], self._kept[microbatch]
+        assert kept is not None
+        missing = ep.format.hidden - out.shape[1]
+        if missing:
+            # Experts that drop the padding of the hidden size.
+            rows = torch.nn.functional.pad(rows, (0, missing))
+        rows = rows.contiguous()
+        sent = ep.combine_send(rows, kept.handle, topk_weights=weights)
+        self._kept[microbatch] = None
+        held = [rows, weights, kept]
 
         def receive() -> None:
-            ep.combine_recv(sent, out)
+            sums = out if not missing and out.is_contiguous() else out.new_empty((out.shape[0], ep.format.hidden))
+            ep.combine_recv(sent, sums)
+            if sums is not out:
+                out.copy_(sums[:, : out.shape[1]])
             held.clear()
 
         return receive
 
 
+def _ended(started: Any) -> Any:
+    """What an asynchronous call comes to: a receiver, or a hook that runs before it."""
+    hook, receiver = started if isinstance(started, tuple) else (None, started)
+    if hook is not None:
+        hook()
+    return receiver()
+
+
+def _must_weigh(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights is of another shape: expected that of topk_ids, {[*topk_ids.shape]}, "
+            f"got {[*topk_weights.shape]}"
+        )
+
+
+def _send(found: Found, ep: AllToAll, *given: Any, **named: Any) -> Sent:
+    """The sending half of a dispatch, which is received also where routing is unusable: other ranks go on."""
+    try:
+        return ep.dispatch_send(*given, **named)
+    except Error as error:
+        sent: Sent = found.take(error, "sent")
+        return sent
+
+
 class _Standard(_Both):
-    """vLLM's standard format: a row for each (token, rank), in the order of (source rank, token)."""
+    """vLLM's standard format: a row for each (token, rank), in the order of (source rank, token).
+
+    A microbatch lets the other one compute before the host waits for counts, and again while sums come. It sends and
+    receives on vLLM's stream for communication.
+    """
 
     _format = "Standard"
 
@@ -408,12 +665,16 @@ class _Standard(_Both):
     ) -> Callable[[], Any]:
         x, weights, ids = self._start(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
         scales: Optional[torch.Tensor] = None
-        format, early = self._ep.format, self._fp8 and not defer_input_quant
+        microbatch, batches, found = self._microbatch(), self._batches, Found()
+        ep = self._contexts[microbatch]
+        format, early = ep.format, self._fp8 and not defer_input_quant
         if early:
             x, scales = self._quantised(x, quant_config, quant_config.a1_scale)
-            format = self._ep.formats[1]
+            format = ep.formats[1]
         capturing = _capturing(x)
-        sent = self._ep.dispatch_send(x, ids, weights, scales=scales, format=format, counts=not capturing)
+        batches.dbo_yield_and_switch_from_compute_to_comm()
+        self._lent(x, weights, ids, scales)
+        sent = _send(found, ep, x, ids, weights, scales=scales, format=format, counts=not capturing)
         most, choices, dtype, held = x.shape[0], ids.shape[1], ids.dtype, [x, weights, ids, scales]
 
         def receive() -> Any:
@@ -422,17 +683,22 @@ class _Standard(_Both):
                 # Ranks that replay graphs together have as many tokens as this one: vLLM pads them.
                 capacity = self._ranks * most
             else:
-                counts, sources = self._ep.counts(sent)
+                counts, sources = ep.counts(sent)
                 capacity = sum(sources)
-            output, got = self._ep.output(a1, layout="token", capacity=capacity, format=format)
-            self._handle = self._ep.dispatch_recv(sent, output)
+            output, got = ep.output(a1, layout="token", capacity=capacity, format=format)
+            self._receive(microbatch, sent, output, (capacity,), found)
             # What the halves read lived until here.
             held.clear()
+            return counts, got
+
+        def finish(received: Any) -> Any:
+            counts, got = received
             rows, row_scales = got.rows, got.scales
             assert got.token_experts is not None and got.token_weights is not None
+            self._lent(rows, row_scales, got.token_experts, got.token_weights, got.counts)
             local = got.token_experts[:, :choices]
             # Experts of vLLM take no -1, but global numbers of which other ranks' are skipped.
-            first = next(iter(self._ep.local_experts), 0)
+            first = next(iter(ep.local_experts), 0)
             elsewhere = num_experts - 1 if first == 0 else 0
             numbers = torch.where(local < 0, elsewhere, local + first).to(dtype)
             meta = self._modular.ExpertTokensMetadata(
@@ -440,10 +706,18 @@ class _Standard(_Both):
                 expert_num_tokens_cpu=None if counts is None else torch.tensor(counts, dtype=torch.int32),
             )
             if not early and not defer_input_quant and rows.numel():
+                if capturing and _of_tensor(quant_config):
+                    rows.masked_fill_((local < 0).all(1, keepdim=True), 0)
                 rows, row_scales = self._quantised(rows, quant_config, quant_config.a1_scale)
-            return rows, row_scales, meta, numbers, got.token_weights[:, :choices]
+            prepared = (rows, row_scales, meta, numbers, got.token_weights[:, :choices])
+            found.raise_with(prepared)
+            return prepared
 
-        return receive
+        if not batches.dbo_enabled():
+            return lambda: finish(receive())
+        received = receive()
+        batches.dbo_switch_to_compute_sync()
+        return lambda: finish(received)
 
     def _quantised(
         self, x: torch.Tensor, quant_config: Any, scale: Any
@@ -463,18 +737,34 @@ class _Standard(_Both):
         self, output: torch.Tensor, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor,
         topk_ids: torch.Tensor, apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        if fused_expert_output.numel():
+        batches, rows = self._batches, fused_expert_output
+        if rows.numel():
             if isinstance(weight_and_reduce_impl, self._reduce.TopKWeightAndReduceDelegate):
                 weight_and_reduce_impl = self._reduce.TopKWeightAndReduceContiguous()
-            fused_expert_output = weight_and_reduce_impl.apply(
-                output=None, fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids,
+            rows = weight_and_reduce_impl.apply(
+                output=None, fused_expert_output=rows, topk_weights=topk_weights, topk_ids=topk_ids,
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
-        return self._return(fused_expert_output.view(-1, output.shape[1]), output, None)
+        self._must_fit(rows, output)
+        batches.dbo_yield_and_switch_from_compute_to_comm()
+        self._lent(rows, output)
+        received = self._return(rows, output, None)
+        batches.dbo_switch_to_compute()
+
+        def receive() -> None:
+            batches.dbo_switch_to_comm()
+            received()
+            batches.dbo_yield_and_switch_from_comm_to_compute()
+
+        return receive
 
 
 class _Batched(_Both):
-    """vLLM's batched format: rows by local expert, with room for the tokens of all ranks."""
+    """vLLM's batched format: rows by local expert, with room for the tokens of all ranks.
+
+    Asynchronous calls return a hook, which receives, and a receiver. A microbatch's hook runs in the other one's
+    thread, before that sends.
+    """
 
     _format = "BatchedExperts"
     _packed = False
@@ -484,16 +774,18 @@ class _Batched(_Both):
         self._packed = self._fp8 and fused_experts.supports_packed_ue8m0_act_scales()
 
     def max_num_tokens_per_rank(self) -> Optional[int]:
-        return self._ep.format.max_tokens
+        return self._contexts[0].format.max_tokens
 
     def prepare_async(
         self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, expert_map: Any,
         apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
-    ) -> Callable[[], Any]:
+    ) -> Tuple[Callable[[], None], Callable[[], Any]]:
         if defer_input_quant:
-            raise NotImplementedError("defer_input_quant: expected experts that take quantised rows")
+            raise NotImplementedError("defer_input_quant: expected experts that take quantised rows, got True")
         x, _weights, ids = self._start(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
-        ep, format = self._ep, self._ep.format
+        microbatch, found = self._microbatch(), Found()
+        ep = self._contexts[microbatch]
+        format = ep.format
         if self._fp8:
             format = ep.formats[2 if self._packed else 1]
         experts, capacity = len(ep.local_experts), self._ranks * format.max_tokens
@@ -506,23 +798,38 @@ class _Batched(_Both):
             shape = (experts, -(-format.hidden // columns), -(-capacity // 4) * 4)
             words = torch.empty(shape, dtype=word, device=x.device)
         output = Output("masked", rows, counts, scales=words, column_major=words is not None)
-        sent, held = ep.dispatch_send(x, ids, format=format), [x, ids]
+        sent = _send(found, ep, x, ids, format=format)
+        held = [x, ids]
+
+        def hook() -> None:
+            self._receive(microbatch, sent, output, (experts, capacity), found)
+            held.clear()
 
         def receive() -> Any:
-            self._handle = ep.dispatch_recv(sent, output)
-            held.clear()
+            if held:
+                hook()
             meta = self._modular.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+            made: Tuple[torch.Tensor, Optional[torch.Tensor]]
             if words is not None:
-                return rows, words.transpose(1, 2)[:, :capacity], meta, None, None
-            return (*self._quantised(rows, quant_config), meta, None, None)
+                made = (rows, words.transpose(1, 2)[:, :capacity])
+            else:
+                made = self._quantised(rows, counts, quant_config)
+            prepared = (*made, meta, None, None)
+            found.raise_with(prepared)
+            return prepared
 
-        return receive
+        return hook, receive
 
-    def _quantised(self, rows: torch.Tensor, quant_config: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    def _quantised(
+        self, rows: torch.Tensor, counts: torch.Tensor, quant_config: Any
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Rows as experts take them, by vLLM's kernels, where other rows than theirs have travelled."""
         if quant_config.quant_dtype in (None, "nvfp4"):
             # Experts quantise nvfp4 themselves.
             return rows, None
+        if _of_tensor(quant_config):
+            unused = torch.arange(rows.shape[1], device=rows.device) >= counts[:, None]
+            rows.masked_fill_(unused[..., None], 0)
         x, scales = self._quantize.moe_kernel_quantize_input(
             rows.flatten(0, 1), quant_config.a1_scale, quant_config.quant_dtype, quant_config.per_act_token_quant,
             quant_config.block_shape,
@@ -533,12 +840,21 @@ class _Batched(_Both):
     def finalize_async(
         self, output: torch.Tensor, fused_expert_output: torch.Tensor, topk_weights: torch.Tensor,
         topk_ids: torch.Tensor, apply_router_weight_on_input: bool, weight_and_reduce_impl: Any,
-    ) -> Callable[[], None]:
+    ) -> Tuple[Callable[[], None], Callable[[], None]]:
         if not isinstance(weight_and_reduce_impl, self._reduce.TopKWeightAndReduceDelegate):
             raise ValueError(
                 "weight_and_reduce_impl: expected TopKWeightAndReduceDelegate, as combine applies weights, "
                 f"got {type(weight_and_reduce_impl).__name__}"
             )
+        self._must_fit(fused_expert_output, output)
+        _must_weigh(topk_weights, topk_ids)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        weights = torch.nn.functional.pad(weights.float(), (0, self._ep.top_k - weights.shape[1])).contiguous()
-        return self._return(fused_expert_output, output, weights)
+        top_k = self._contexts[0].top_k
+        if topk_weights.shape[0] != output.shape[0] or topk_weights.shape[1] > top_k:
+            raise ValueError(
+                f"topk_weights is of another shape: expected [{output.shape[0]}, up to {top_k}], got {[*weights.shape]}"
+            )
+        weights = torch.nn.functional.pad(weights.float(), (0, top_k - weights.shape[1])).contiguous()
+        # The other microbatch's half, which was sent before this one.
+        self._batches.dbo_maybe_run_recv_hook()
+        return self._return(fused_expert_output, output, weights), lambda: None
