@@ -150,7 +150,7 @@ class Rank:
         groups = self.calls()
         times = {name: [] for calls in groups for name in calls}
         clock = time.perf_counter_ns
-        for block in range(self.args.calls // BURST + 3):
+        for block in range(max(1, self.args.calls // BURST) + 3):
             for calls in groups:
                 self.wait()
                 self.world.barrier()

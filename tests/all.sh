@@ -275,6 +275,16 @@ begin_packages() {
   packages_ahead=$!
 }
 
+# The Python tests in parts that take about as long, a command each.
+parts() {
+  local long=(hosts bench errors elastic vllm transformers comparisons deep_ep hybrid nodes sglang)
+  local all rest name
+  all=$(cd tests/python && printf '%s\n' test_*.py)
+  for name in "${long[@]}"; do echo "$1 tests/python/test_$name.py"; done
+  rest=$(grep -v -x -F -f <(printf 'test_%s.py\n' "${long[@]}") <<<"$all" | sed 's#^#tests/python/#')
+  echo "$1 $(tr '\n' ' ' <<<"$rest")"
+}
+
 # The Python package: a wheel, its types, and its tests.
 python() {
   say "the Python package"
@@ -291,10 +301,11 @@ python() {
   .venv-python/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
   .venv-python/bin/mypy
   .venv-python/bin/python -m mypy.stubtest tokenyard._native
-  .venv-python/bin/python -m pytest -q -rs tests/python
-  # Engines once more, between two nodes.
-  PYTHONPATH=$PWD/tests/python/nodes TOKENYARD_NETWORK=simulated \
-    .venv-python/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{sglang,vllm}.py
+  # Two processes at a time, since most tests wait; those that take longest first. The last two are engines between two
+  # nodes.
+  local nodes="env PYTHONPATH=$PWD/tests/python/nodes TOKENYARD_NETWORK=simulated"
+  local pytest=".venv-python/bin/python -m pytest -q -rs -p no:cacheprovider"
+  { parts "$pytest"; printf "$nodes $pytest tests/python/test_%s.py\n" sglang vllm; } | two_at_a_time
   if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)'; then
     .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
     .venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py

@@ -246,7 +246,7 @@ def test_collectivex(mode):
             parts = [reference.of_expert(e, reference.tokens_of(e)) for e in shape.experts_of(world.rank)]
             transformed = torch.cat(parts)
         out = backend.combine_transformed(problem, handle, transformed)
-        assert reference.wrong_sums(world.rank, out)[0] == 0
+        assert reference.wrong_sums(world.rank, out, world.nodes)[0] == 0
         # As in CollectiveX's loops: combine again by the same handle, of what came.
         for _ in range(2):
             backend.stage(problem, handle)

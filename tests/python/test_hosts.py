@@ -185,6 +185,7 @@ def layers(rank):
     """The contexts of transformers' and vLLM's own backends. Expert e multiplies by e + 1."""
     import torch.distributed as dist
     from tokenyard import ops
+    from tokenyard._errors import Found
     from tokenyard.integrations import transformers, vllm
 
     group, experts, draw = dist.group.WORLD, 8, torch.Generator().manual_seed(rank)
@@ -195,7 +196,7 @@ def layers(rank):
     exchange = transformers._exchange((group, 64, experts, 2, "fp32", "cpu"), 20.0)
     # Twice: the second time with more tokens than the context has room for.
     for count in (min(tokens, 100), tokens):
-        got, local = exchange.dispatch(x[:count], ids[:count], weights[:count])
+        got, local = exchange.dispatch(x[:count], ids[:count], weights[:count], Found())
         # Rows that no token has are 0; weights are applied in combine.
         y = ops.combine(got.rows * (rank * experts // RANKS + local + 1), got)
         torch.testing.assert_close(y, wanted[:count], rtol=1e-5, atol=1e-5)

@@ -713,11 +713,11 @@ def contexts_of_others(ranks, rank):
     """A layer with other choices leaves the context of decode, which graphs may have captured. A larger context of
     prefill is made once the smaller one has gone."""
     from sglang.srt.runtime_context import get_resources
-    from tokenyard.deep_ep import _contexts
+    from tokenyard import _hosts
     from tokenyard.integrations import sglang as native
 
     get_resources().buffers.pop("tokenyard", None)
-    contexts, alive, times, kept = [], [], [], _contexts.AllToAll
+    contexts, alive, times, kept = [], [], [], _hosts.AllToAll
 
     def noted(*given, timeout, **named):
         alive.append([context() is not None for context in contexts])
@@ -726,7 +726,7 @@ def contexts_of_others(ranks, rank):
         times.append(timeout)
         return ep
 
-    _contexts.AllToAll = noted
+    _hosts.AllToAll = noted
     two, four = in_bf16(made(ranks, top_k=2)), in_bf16(made(ranks))
     with mode(False):
         for dispatcher, choices in ((two, 2), (four, 4), (two, 2)):
@@ -741,7 +741,7 @@ def contexts_of_others(ranks, rank):
     # Those of layers that wait for longer are others.
     native.install(timeout=40.0)
     layer(in_bf16(made(ranks)), Batch(ranks, [9] * ranks, 1), rank, True, 128)
-    _contexts.AllToAll = kept
+    _hosts.AllToAll = kept
     assert alive[:2] == [[], [False]] and times == [30.0] * 4 + [40.0]
 
 

@@ -454,9 +454,9 @@ def unusable_routing(layer, rank, wrong_rank, x, ids, w, shared):
 
 def a_larger_context(layer):
     """Is made once the smaller one has gone, as there may be no memory for both."""
-    from tokenyard.integrations import transformers as integration
+    from tokenyard import _hosts
 
-    contexts, alive, kept = [], [], integration.AllToAll
+    contexts, alive, kept = [], [], _hosts.AllToAll
 
     def noted(*given, **named):
         alive.append([context() is not None for context in contexts])
@@ -464,13 +464,13 @@ def a_larger_context(layer):
         contexts.append(weakref.ref(ep))
         return ep
 
-    integration.AllToAll = noted
+    _hosts.AllToAll = noted
     with torch.no_grad():
         for tokens in (1, 300):
             # Three choices, for which there is no context yet.
             ids = torch.arange(3).expand(tokens, 3)
             layer.experts(torch.ones(tokens, HIDDEN["mixtral"]), ids, torch.ones(tokens, 3))
-    integration.AllToAll = kept
+    _hosts.AllToAll = kept
     assert alive == [[], [False]], alive
 
 

@@ -77,7 +77,7 @@ impl World {
         Ok(World::of(inner, Some(all_gather)))
     }
 
-    /// The world of a torch.distributed group of processes on one host; `None`: the default group. Collective.
+    /// The world of a torch.distributed group; `None`: the default group. Collective.
     #[staticmethod]
     #[pyo3(signature = (group=None))]
     fn from_group<'py>(py: Python<'py>, group: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
