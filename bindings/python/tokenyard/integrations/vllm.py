@@ -163,6 +163,10 @@ class _Vllm:
         self.vllm_config.__post_init__ = _with_microbatches(self.finish_config)
         for config in self.configs:
             self.rebuild(config, force=True)
+        # Choices of arguments are kept from the first parser on.
+        choices = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
+        if choices is not None:
+            choices.cache_clear()
         for owner, name, get in self.properties:
             setattr(owner, name, property(_as_others(get)))
         for owner, name, get, backend in self.named:
@@ -709,7 +713,7 @@ class _Standard(_Both):
                 if capturing and _of_tensor(quant_config):
                     rows.masked_fill_((local < 0).all(1, keepdim=True), 0)
                 rows, row_scales = self._quantised(rows, quant_config, quant_config.a1_scale)
-            prepared = (rows, row_scales, meta, numbers, got.token_weights[:, :choices])
+            prepared = (rows, row_scales, meta, numbers, got.token_weights[:, :choices].contiguous())
             found.raise_with(prepared)
             return prepared
 
