@@ -20,7 +20,7 @@ CASES = ["arguments", "experts", "hidden", "timeout", "elastic", "steps", "sms",
 FORMATS = ["refused", "routing", "order", "retried", "columns", "scales", "interleaved", "nowhere",
            "microbatches", "microbatches fp8", "too many microbatches", "failed microbatch"]
 CASES += [f"{case} {format}" for case in FORMATS for format in ("standard", "batched")]
-CASES += ["routing placed", "microbatches ue8m0 batched"]
+CASES += ["routing placed", "slept batched", "microbatches ue8m0 batched"]
 BACKENDS = {"standard": "tokenyard_high_throughput", "batched": "tokenyard_low_latency"}
 HIDDEN = 256
 
@@ -317,6 +317,14 @@ def routing(rank, ranks, format):
             assert got[2].expert_num_tokens.tolist() == [int((came == place).sum()) for place in range(3)]
             stage.check(stage.back(got)[0])
         stage.trip()
+
+
+def slept(rank, ranks, format):
+    """vLLM's memory of a model's weights may be discarded between a layer's making and its calls."""
+    table = torch.arange(3 * ranks)
+    stage = Stage(rank, ranks, format, tables=(table, None, None))
+    table.fill_(0)
+    stage.trip()
 
 
 def order(rank, ranks, format):
@@ -626,7 +634,7 @@ def failed(rank, ranks, format):
 
 ALONE = {"arguments": arguments, "delegated": delegated, "experts": experts, "hidden": hidden, "timeout": timeout, "elastic": elastic, "steps": steps, "sms": sms,
          "microbatches configured": microbatches_configured}
-OF_FORMAT = {"refused": refused, "routing": routing, "order": order, "retried": retried, "columns": columns, "scales": scales,
+OF_FORMAT = {"refused": refused, "routing": routing, "slept": slept, "order": order, "retried": retried, "columns": columns, "scales": scales,
              "interleaved": interleaved, "nowhere": nowhere, "microbatches": microbatches_right}
 
 

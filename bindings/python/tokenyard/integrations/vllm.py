@@ -470,7 +470,8 @@ class _Both:
         self._reduce: Any = importlib.import_module(f"{_LAYERS}.topk_weight_and_reduce")
         self._batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
         self._contexts, self._ranks, self._experts, self._fp8 = contexts, ranks, experts, fp8
-        self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0]
+        # A copy on the host until the first call, as vLLM's sleep discards what was made with a model's weights.
+        self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0].cpu().clone()
         self._kept: List[Optional[_Kept]] = [None] * len(contexts)
 
     @property
