@@ -15,12 +15,12 @@ import pytest
 from test_vllm import TOP_K, Layer, communicator, config_of, configured, load, moe_of, quantised
 from vllm_rig import in_forks, torch
 
-CASES = ["experts", "hidden", "timeout", "elastic", "steps", "sms", "microbatches configured"]
+CASES = ["arguments", "experts", "hidden", "timeout", "elastic", "steps", "sms", "delegated", "microbatches configured"]
 # Each with both formats.
 FORMATS = ["refused", "routing", "order", "retried", "columns", "scales", "interleaved", "nowhere",
            "microbatches", "microbatches fp8", "too many microbatches", "failed microbatch"]
 CASES += [f"{case} {format}" for case in FORMATS for format in ("standard", "batched")]
-CASES += ["routing placed", "microbatches ue8m0 batched"]
+CASES += ["routing placed", "slept batched", "microbatches ue8m0 batched"]
 BACKENDS = {"standard": "tokenyard_high_throughput", "batched": "tokenyard_low_latency"}
 HIDDEN = 256
 
@@ -96,6 +96,63 @@ def ended(started):
     if hook is not None:
         hook()
     return receiver()
+
+
+def arguments(rank, ranks):
+    """The command line of vLLM, of which a parser may have been made before the plug-in was loaded."""
+    import vllm.platforms
+    from vllm.config.parallel import All2AllBackend
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    import tokenyard.integrations.vllm as integration
+
+    # There is no platform here, of which a configuration's default asks.
+    vllm.platforms.current_platform.device_type = "cpu"
+    given = ["--enable-expert-parallel", "--data-parallel-size", "8", "--enable-dbo", "--all2all-backend"]
+    for backend in BACKENDS.values():
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        assert parser.parse_args([*given, backend]).all2all_backend == backend
+    All2AllBackend.__args__ = All2AllBackend.__args__[:-2]
+    from vllm.engine import arg_utils
+
+    arg_utils._compute_kwargs.cache_clear()
+    choices = EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+    assert "tokenyard" not in choices
+    integration.register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert parser.parse_args([*given, backend]).all2all_backend == backend
+
+
+def delegated(rank, ranks):
+    """Experts that leave weights and sums of the standard format to this class, with fewer choices than there may be."""
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reduce
+
+    # A kernel of CUDA.
+    reduce.ops.moe_sum = lambda rows, out: out.copy_(rows.float().sum(1))
+    for choices in (TOP_K, TOP_K - 1):
+        stage = Stage(rank, ranks, "standard")
+        layer = stage.layer
+        layer.ids, layer.weights = ([of[:, :choices] for of in all_of] for all_of in (layer.ids, layer.weights))
+        rows, scales, meta, ids, weights = stage.there()
+        assert ids.is_contiguous() and weights.is_contiguous() and ids.shape == weights.shape == (rows.shape[0], choices)
+        made = torch.zeros(rows.shape[0], choices, HIDDEN, dtype=torch.bfloat16)
+        for place in range(3):
+            made = torch.where((ids == 3 * rank + place)[..., None], layer.expert(3 * rank + place, rows.float())[:, None], made)
+        out = torch.full_like(layer.mine[0], float("nan"))
+        stage.cls.finalize(out, made.bfloat16(), weights, ids, False, reduce.TopKWeightAndReduceDelegate())
+        error = (out.double() - exact(layer)).abs()
+        assert not out.numel() or float(error.max() / exact(layer).abs().max()) < 0.02
+
+
+def exact(layer):
+    x, weights, ids = layer.mine
+    sums = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for number, weight in zip(ids[token].tolist(), weights[token].tolist()):
+            if number >= 0:
+                sums[token] += weight * layer.expert(number, x[token].double())
+    return sums
 
 
 def experts(rank, ranks):
@@ -260,6 +317,14 @@ def routing(rank, ranks, format):
             assert got[2].expert_num_tokens.tolist() == [int((came == place).sum()) for place in range(3)]
             stage.check(stage.back(got)[0])
         stage.trip()
+
+
+def slept(rank, ranks, format):
+    """vLLM's memory of a model's weights may be discarded between a layer's making and its calls."""
+    table = torch.arange(3 * ranks)
+    stage = Stage(rank, ranks, format, tables=(table, None, None))
+    table.fill_(0)
+    stage.trip()
 
 
 def order(rank, ranks, format):
@@ -567,9 +632,9 @@ def failed(rank, ranks, format):
             assert len(texts) == 1 and ("another microbatch failed: in " in texts[0] or "recv_hook" in texts[0]), failures
 
 
-ALONE = {"experts": experts, "hidden": hidden, "timeout": timeout, "elastic": elastic, "steps": steps, "sms": sms,
+ALONE = {"arguments": arguments, "delegated": delegated, "experts": experts, "hidden": hidden, "timeout": timeout, "elastic": elastic, "steps": steps, "sms": sms,
          "microbatches configured": microbatches_configured}
-OF_FORMAT = {"refused": refused, "routing": routing, "order": order, "retried": retried, "columns": columns, "scales": scales,
+OF_FORMAT = {"refused": refused, "routing": routing, "slept": slept, "order": order, "retried": retried, "columns": columns, "scales": scales,
              "interleaved": interleaved, "nowhere": nowhere, "microbatches": microbatches_right}
 
 

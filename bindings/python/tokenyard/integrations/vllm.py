@@ -164,6 +164,10 @@ class _Vllm:
         self.vllm_config.__post_init__ = _with_microbatches(self.finish_config)
         for config in self.configs:
             self.rebuild(config, force=True)
+        # Choices of arguments are kept from the first parser on.
+        choices = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
+        if choices is not None:
+            choices.cache_clear()
         for owner, name, get in self.properties:
             setattr(owner, name, property(_as_others(get)))
         for owner, name, get, backend in self.named:
@@ -466,7 +470,8 @@ class _Both:
         self._reduce: Any = importlib.import_module(f"{_LAYERS}.topk_weight_and_reduce")
         self._batches: Any = importlib.import_module(_vllm_microbatches.MODULE)
         self._contexts, self._ranks, self._experts, self._fp8 = contexts, ranks, experts, fp8
-        self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0]
+        # A copy on the host until the first call, as vLLM's sleep discards what was made with a model's weights.
+        self._physical: Optional[torch.Tensor] = None if routing_tables is None else routing_tables[0].cpu().clone()
         self._kept: List[Optional[_Kept]] = [None] * len(contexts)
 
     @property
@@ -709,7 +714,7 @@ class _Standard(_Both):
                 if capturing and _of_tensor(quant_config):
                     rows.masked_fill_((local < 0).all(1, keepdim=True), 0)
                 rows, row_scales = self._quantised(rows, quant_config, quant_config.a1_scale)
-            prepared = (rows, row_scales, meta, numbers, got.token_weights[:, :choices])
+            prepared = (rows, row_scales, meta, numbers, got.token_weights[:, :choices].contiguous())
             found.raise_with(prepared)
             return prepared
 
