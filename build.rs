@@ -19,9 +19,9 @@ use std::time::Instant;
 const BINDINGS: [(&str, &str); 2] =
     [("kernels/ffi/layout.h", "kernels/ffi/layout.rs"), ("kernels/ffi/executor.h", "kernels/ffi/executor.rs")];
 const KERNELS: &str = "kernels/kernels.cu";
-/// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no instruction
-/// of one architecture alone (sm_90a), so that one pass of the front end, which takes two thirds of nvcc's time, serves
-/// all of it.
+/// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no
+/// instruction of one architecture alone (sm_90a), so that one pass of the front end, which takes two thirds of nvcc's
+/// time, serves all of it.
 const GPU_CODE: [&str; 1] = ["arch=compute_90,code=[sm_90,sm_100,compute_90]"];
 /// The oldest nvcc that supports all of GPU_CODE.
 const OLDEST_NVCC: (u32, u32) = (12, 8);

@@ -183,10 +183,10 @@ def test_what_is_refused_is_refused_as_in_python(python_alone):
 
         fast = refused()
         python_alone()
-        for (number, kind, text), (_, wanted, told) in zip(fast, refused()):
+        for (number, kind, text), (_, wanted, said) in zip(fast, refused()):
             # Where sizes overflow, torch says it in its own words.
-            assert kind is wanted or number == 13, (number, text, told)
-            assert number == 13 or text == told
+            assert kind is wanted or number == 13, (number, text, said)
+            assert number == 13 or text == said
         done(ep)
         assert ops.combine(got.rows, got).shape == x.shape
 

@@ -207,7 +207,7 @@ def layers(rank):
 
     manager = type("Manager", (vllm._Manager, Base), {})(group)
     for backend in (vllm.HIGH_THROUGHPUT, vllm.LOW_LATENCY):
-        ep = manager.get_handle(
+        (ep,) = manager.get_handle(
             dict(backend=backend, hidden=64, experts=experts, top_k=2, tokens=256, dtype="fp32", fp8=False, device="cpu")
         )
         low = backend == vllm.LOW_LATENCY

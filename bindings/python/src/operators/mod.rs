@@ -188,9 +188,9 @@ type View = (String, Vec<i64>, Vec<i64>, i64);
 
 #[pymethods]
 impl Plan {
-    /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the operator
-    /// returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in their place:
-    /// name, sizes, strides and offset, in elements.
+    /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the
+    /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
+    /// their place: name, sizes, strides and offset, in elements.
     #[new]
     #[pyo3(signature = (context, number, format, layout, align, outputs, *, column_major=false, views=None))]
     // The parameters are Python's.
@@ -285,8 +285,8 @@ fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
     tensor.array(name).ok_or(Failure::NotHere)
 }
 
-/// Runs a call on the stream that is current, and on the CPU device to its end. `work` enqueues it, and returns what the
-/// call made; `used`, what its memory lasts as long as.
+/// Runs a call on the stream that is current, and on the CPU device to its end. `work` enqueues it, and returns what
+/// the call made; `used`, what its memory lasts as long as.
 fn on_device(
     shim: &'static Shim,
     core: &Core,
