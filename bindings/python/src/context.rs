@@ -50,7 +50,8 @@ pub(super) struct Core {
     /// Of calls that do not state one.
     format: Format,
     local_experts: Vec<u32>,
-    pub slots: Slots,
+    /// For handles on a GPU.
+    pub slots: Option<&'static Slots>,
 }
 
 /// What goes when a context is closed.

@@ -1,6 +1,6 @@
 //! Tensors that stand for handles: int64 `[1]`, of which torch tells when nothing uses them.
 //!
-//! On a GPU a handle is known by its address, of memory that its context has for them; on the CPU device by the number
+//! On a GPU a handle is known by its address, of memory that is there for them; on the CPU device by the number
 //! that is there, below those that bindings/python/tokenyard/ops.py gives.
 
 use super::shim::{Shim, Tensor};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokenyard::{Device, DeviceBuffer};
 
-/// Handles of a context on a GPU that live at once; further ones are made in Python.
+/// Handles on a GPU that live at once; further ones are made in Python.
 const SLOTS: usize = 4096;
 const SLOT_BYTES: usize = 8;
 
@@ -31,34 +31,42 @@ fn handles() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
     HANDLES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Memory for the handles of a context on a GPU.
+/// Memory for the handles of a GPU. It stays as long as the process: to free memory of a GPU waits for its kernels, among
+/// them those that wait for this rank's next call where ranks share a GPU.
 pub(crate) struct Slots {
-    memory: Option<DeviceBuffer>,
+    memory: DeviceBuffer,
     free: Mutex<Vec<usize>>,
 }
 
 impl Slots {
-    /// Of a context on this device; none on the CPU device.
-    pub fn on(device: &Device) -> tokenyard::Result<Slots> {
-        let memory = device.ordinal().map(|_| device.alloc(SLOTS * SLOT_BYTES)).transpose()?;
-        let free = memory.iter().flat_map(|_| (0..SLOTS).rev()).collect();
-        Ok(Slots { memory, free: Mutex::new(free) })
+    /// Those of a GPU; none on the CPU device.
+    pub fn on(device: &Device) -> tokenyard::Result<Option<&'static Slots>> {
+        static OF_GPUS: Mutex<Vec<(usize, &'static Slots)>> = Mutex::new(Vec::new());
+        let Some(ordinal) = device.ordinal() else { return Ok(None) };
+        let mut of_gpus = OF_GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, slots)) = of_gpus.iter().find(|(gpu, _)| *gpu == ordinal) {
+            return Ok(Some(slots));
+        }
+        let slots = Slots { memory: device.alloc(SLOTS * SLOT_BYTES)?, free: Mutex::new((0..SLOTS).rev().collect()) };
+        let slots: &'static Slots = Box::leak(Box::new(slots));
+        of_gpus.push((ordinal, slots));
+        Ok(Some(slots))
     }
 }
 
-/// Where a tensor's handle is to be found, and its memory: a number at its address, or a slot of a context's.
+/// Where a tensor's handle is to be found, and its memory: a number at its address, or a slot of a GPU's.
 struct Owner {
     key: i64,
     _number: Option<Box<i64>>,
-    slot: Option<(usize, Arc<Core>)>,
+    slot: Option<(usize, &'static Slots)>,
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
         let kept = handles().as_mut().and_then(|handles| handles.remove(&self.key));
         drop(kept);
-        if let Some((slot, core)) = &self.slot {
-            core.slots.free.lock().unwrap_or_else(PoisonError::into_inner).push(*slot);
+        if let Some((slot, slots)) = &self.slot {
+            slots.free.lock().unwrap_or_else(PoisonError::into_inner).push(*slot);
         }
     }
 }
@@ -74,15 +82,15 @@ pub(super) struct Slot {
     key: i64,
 }
 
-/// None where the context has no memory left for one.
-pub(super) fn slot(shim: &'static Shim, core: &Arc<Core>) -> Option<Slot> {
+/// None where there is no memory left for one.
+pub(super) fn slot(shim: &'static Shim, core: &Core) -> Option<Slot> {
     // Below every number of Python's.
     static NUMBERS: AtomicI64 = AtomicI64::new(-1 << 40);
-    let (owner, address, place) = match (&core.slots.memory, core.ordinal()) {
-        (Some(memory), Some(ordinal)) => {
-            let slot = core.slots.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
-            let address = memory.view().ptr() + (slot * SLOT_BYTES) as u64;
-            let slot = Some((slot, core.clone()));
+    let (owner, address, place) = match (core.slots, core.ordinal()) {
+        (Some(slots), Some(ordinal)) => {
+            let slot = slots.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            let address = slots.memory.view().ptr() + (slot * SLOT_BYTES) as u64;
+            let slot = Some((slot, slots));
             (Owner { key: address as i64, _number: None, slot }, address, Place::Cuda(ordinal))
         }
         _ => {
