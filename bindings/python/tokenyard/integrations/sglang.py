@@ -170,7 +170,10 @@ class _Exchange:
 
     def low_latency(self, choices: int) -> LowLatency:
         """For tokens of so many choices. Contexts stay: graphs of other layers have captured them."""
-        return self._low_latency.setdefault(choices, LowLatency(self._world, self._timeout, False))
+        if choices not in self._low_latency:
+            # Collective between hosts, as all ranks make it in the same call.
+            self._low_latency[choices] = LowLatency(self._world, self._timeout, False)
+        return self._low_latency[choices]
 
 
 class _Tokens(NamedTuple):
