@@ -31,8 +31,8 @@ fn handles() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
     HANDLES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Memory for the handles of a GPU. It stays as long as the process: to free memory of a GPU waits for its kernels, among
-/// them those that wait for this rank's next call where ranks share a GPU.
+/// Memory for the handles of a GPU. It stays as long as the process: to free memory of a GPU waits for its kernels,
+/// among them those that wait for this rank's next call where ranks share a GPU.
 pub(crate) struct Slots {
     memory: DeviceBuffer,
     free: Mutex<Vec<usize>>,
