@@ -104,7 +104,7 @@ MUTANTS = [
     ("what an interrupt left in flight forgotten", SGLANG, "self._sent = call_of(error.sent, found)", "pass", "test_sglang.py"),
     ("combine sent while others compile", SGLANG, "        self._engine._deepep_precompile_tp_barrier()\n        try:", "        try:",
      "test_sglang.py"),
-    ("contexts of captured graphs replaced", SGLANG, "self._low_latency.setdefault(choices,", "self._low_latency.setdefault(0,",
+    ("contexts of captured graphs replaced", SGLANG, "if choices not in self._low_latency:", "if self._low_latency.clear() is None:",
      "test_sglang.py"),
     ("a larger context beside the smaller one", TRANSFORMERS, "        self._ep = None\n        self._ep", "        self._ep",
      "test_transformers.py"),
