@@ -324,6 +324,11 @@ pub mod internals {
     /// The commit that this was built of, or "unknown".
     pub const COMMIT: &str = env!("TOKENYARD_COMMIT");
 
+    /// What processes have in common that can be of one node: the kernel and the namespace of sockets.
+    pub fn host() -> String {
+        crate::transport::world::fds::host()
+    }
+
     /// Contexts from inside.
     pub mod api {
         pub use crate::bindings::api::*;

@@ -172,7 +172,7 @@ MUTANTS = [
      "test_hosts.py"),
     ("a proxy whose peers have gone", HOSTS, 'if all(number in each["have"] for each in ranks)]', "if number in fit]",
      "test_hosts.py"),
-    ("no proxy beside a full one", HOSTS, 'if all(each["full"] for each in self._exchange({"full": full})):',
+    ("no proxy beside a full one", HOSTS, 'if any(each["full"] for each in self._exchange({"full": full})):',
      'if self._exchange({"full": full}) is None:', "test_hosts.py"),
     ("terms of the first rank alone", HOSTS, "if len(set(terms)) > 1:", "if len(terms) < 1:", "test_hosts.py"),
     ("nodes counted by the group's ranks", GROUPS, 'nodes[each["rank"] if len(nodes) == job else rank]', "nodes[rank]",

@@ -40,6 +40,15 @@ pub struct AllToAllBuilder {
     pub(crate) tuning: Tuning,
 }
 
+/// Most tokens of a rank in a call in a world of so many nodes, at least one.
+pub(crate) fn most_tokens(nodes: usize) -> usize {
+    match nodes {
+        0 | 1 => raw::TY_MAX_TOKENS as usize,
+        // A row of the bitmap has a word beyond the last token's.
+        nodes => (32 * (raw::TY_NODES_BITMAP_WORDS as usize / nodes)).saturating_sub(1),
+    }
+}
+
 impl AllToAllBuilder {
     pub(crate) fn new(world: &World) -> Self {
         AllToAllBuilder {
@@ -475,8 +484,7 @@ impl AllToAllBuilder {
         if let Some(rows) = self.tuning.chunk_rows {
             within("chunk_rows", rows, 1, 1 << 20, "rows of a chunk")?;
         }
-        // A row of the bitmap has a word beyond the last token's.
-        let most = 32 * (raw::TY_NODES_BITMAP_WORDS as usize / count) - 1;
+        let most = most_tokens(count);
         within(
             "max_tokens_per_rank",
             self.max_tokens,

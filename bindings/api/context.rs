@@ -190,6 +190,11 @@ impl AllToAll {
         AllToAllBuilder::new(world)
     }
 
+    /// The most that [`max_tokens_per_rank`](AllToAllBuilder::max_tokens_per_rank) of a context over `world` may be.
+    pub fn most_tokens_per_rank(world: &World) -> usize {
+        super::builder::most_tokens(world.nodes().len())
+    }
+
     /// Sends this rank's tokens to the ranks of their experts and receives the tokens for its own experts, in one
     /// kernel.
     ///

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -346,3 +347,22 @@ def test_low_latency_calls_of_deep_ep_are_those_of_python(options, python_alone)
                 assert (x.shape, x.dtype, x.stride(), x.storage_offset()) == (y.shape, y.dtype, y.stride(), y.storage_offset())
                 for expert, rows in enumerate(a[2].tolist()):
                     torch.testing.assert_close(x[expert, :rows].float(), y[expert, :rows].float(), rtol=0, atol=0)
+
+
+@needs_them
+def test_a_buffer_that_is_destroyed_lets_go_of_its_context():
+    from tokenyard import deep_ep
+
+    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
+    (world,) = tokenyard.World.threads(1)
+    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+    buffer = deep_ep.Buffer(world, low_latency_mode=True)
+    x, ids, weights = tensors(case, 0)
+    for _ in range(2):
+        handle = buffer.low_latency_dispatch(x.to(torch.bfloat16), ids, case.tokens, case.experts)[2]
+    assert handle.planned is not None
+    context = weakref.ref(buffer._low_latency.made())
+    buffer.destroy()
+    assert context() is not None
+    del handle
+    assert context() is None

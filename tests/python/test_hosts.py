@@ -555,7 +555,7 @@ def test_ranks_that_are_threads_have_nodes_of_their_world():
 
 def test_more_tokens_than_nodes_have_room_for_are_not_asked_for():
     worlds = tokenyard.World.threads(3)
-    assert [_worlds.most_tokens(worlds[0].with_nodes(nodes)) for nodes in ([3], [1, 2], [1, 1, 1])] == [1 << 20, 132095, 88063]
+    assert [worlds[0].with_nodes(nodes).most_tokens for nodes in ([3], [1, 2], [1, 1, 1])] == [1 << 20, 132095, 88063]
 
 
 @pytest.mark.parametrize(

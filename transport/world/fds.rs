@@ -137,7 +137,7 @@ fn agree(world: &World, received: std::result::Result<Vec<Option<OwnedFd>>, Stri
 }
 
 /// What must be equal for abstract socket names to mean the same: the running kernel and the namespace.
-fn host() -> String {
+pub(crate) fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let network = std::fs::read_link("/proc/self/ns/net").map(|p| p.to_string_lossy().into_owned()).unwrap_or_default();
     format!("{} {network}", boot.trim())

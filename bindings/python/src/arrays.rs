@@ -53,6 +53,16 @@ impl Element {
         }
     }
 
+    /// The dtype of sums, and of rows for combine, whose elements these are; numpy has no bf16. None: there is none.
+    pub fn of_sums(self) -> Option<Dtype> {
+        match self {
+            Element::Bf16 | Element::U16 => Some(Dtype::Bf16),
+            Element::Fp16 => Some(Dtype::Fp16),
+            Element::Fp32 => Some(Dtype::Fp32),
+            _ => None,
+        }
+    }
+
     /// Whether rows of this dtype may lie in such an array: numpy has no bf16 and no fp8.
     pub fn holds(self, dtype: Dtype) -> bool {
         match dtype {
@@ -414,8 +424,8 @@ impl Array {
     }
 }
 
-/// Strides of an array without gaps, in bytes.
-fn packed(shape: &[usize], element: usize) -> Vec<usize> {
+/// Strides of an array without gaps, in what an element takes: bytes, or 1.
+pub(super) fn packed(shape: &[usize], element: usize) -> Vec<usize> {
     let mut strides: Vec<usize> = Vec::with_capacity(shape.len());
     let mut next = element;
     for length in shape.iter().rev() {

@@ -27,6 +27,35 @@ pub(super) fn dtype(name: &str, given: &str) -> PyResult<Dtype> {
     }
 }
 
+/// The dtype of an argument `dtype`, if it is given.
+pub(super) fn dtype_of(given: Option<&str>) -> PyResult<Option<Dtype>> {
+    given.map(|given| dtype("dtype", given)).transpose()
+}
+
+/// What layouts are called.
+const LAYOUTS: [&str; 3] = ["contiguous", "masked", "token"];
+
+/// The layout of rows in these places: the dimensions before their columns, of which the masked layout has two.
+pub(super) fn layout(given: &str, align: usize, places: &[usize]) -> PyResult<Layout> {
+    let length = |place: usize| places.get(place).copied().unwrap_or(0);
+    match given {
+        "contiguous" => Ok(Layout::Contiguous { align, capacity: length(0) }),
+        "masked" => Ok(Layout::Masked { per_expert: length(1) }),
+        "token" => Ok(Layout::Token { capacity: length(0) }),
+        other => Err(unknown("layout", other, &LAYOUTS)),
+    }
+}
+
+/// What a layout is called.
+pub(super) fn layout_name(layout: Layout) -> &'static str {
+    let [contiguous, masked, token] = LAYOUTS;
+    match layout {
+        Layout::Masked { .. } => masked,
+        Layout::Token { .. } => token,
+        _ => contiguous,
+    }
+}
+
 /// The format of rows.
 pub(super) fn row_format(py: Python<'_>, elements: &str, scales: Option<&str>) -> PyResult<RowFormat> {
     let scales = match scales {
@@ -103,6 +132,27 @@ pub(super) struct Given {
     pub count: Option<Array>,
     /// fp32 `[tokens, words]`.
     pub payload: Option<Array>,
+}
+
+impl Given {
+    /// Arguments of a call.
+    pub fn of(
+        x: &Bound<'_, PyAny>,
+        topk_idx: &Bound<'_, PyAny>,
+        topk_weights: Option<&Bound<'_, PyAny>>,
+        scales: Option<&Bound<'_, PyAny>>,
+        count: Option<&Bound<'_, PyAny>>,
+        payload: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Given> {
+        Ok(Given {
+            x: Array::of("x", x, false)?,
+            topk_idx: Array::of("topk_idx", topk_idx, false)?,
+            topk_weights: read("topk_weights", topk_weights)?,
+            scales: read("scales", scales)?,
+            count: read("count", count)?,
+            payload: read("payload", payload)?,
+        })
+    }
 }
 
 /// An argument that is read, if it is given.
@@ -327,12 +377,8 @@ impl Output {
         wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Output> {
         let rows = Array::of("rows", rows, true)?;
-        let (layout, dimensions) = match layout {
-            "contiguous" => (Layout::Contiguous { align, capacity: rows.len() }, 2),
-            "masked" => (Layout::Masked { per_expert: rows.shape().get(1).copied().unwrap_or(0) }, 3),
-            "token" => (Layout::Token { capacity: rows.len() }, 2),
-            other => return Err(unknown("layout", other, &["contiguous", "masked", "token"])),
-        };
+        let layout = self::layout(layout, align, rows.places())?;
+        let dimensions = if matches!(layout, Layout::Masked { .. }) { 3 } else { 2 };
         rows.must_have(dimensions)?;
         let all = rows.shape().iter().take(dimensions - 1).fold(1, |all: usize, length| all.saturating_mul(*length));
         let counts = Array::whole("counts", counts, &[Element::I32], true)?;

@@ -1,6 +1,6 @@
 //! Contexts and their calls.
 
-use super::arrays::{Array, Element};
+use super::arrays::{Array, Element, Place};
 use super::calls::{self, Call, Given, Output};
 use super::detached::{Closable, Detached};
 use super::errors;
@@ -18,9 +18,7 @@ use std::cell::RefCell;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokenyard::{
-    CallFormat, Combined, Device, DeviceKind, Dtype, MissingRanks, Rank, Rows, Stream, TokenPayload, View,
-};
+use tokenyard::{Combined, Device, DeviceKind, Dtype, MissingRanks, Rank, Rows, Stream, TokenPayload, View};
 
 /// Dispatch and combine over one world: `tokenyard.AllToAll` has one and makes outputs for it.
 ///
@@ -300,7 +298,7 @@ impl Context {
     ) -> PyResult<Handle> {
         let (ep, stream, _held) = self.begin(py, stream)?;
         let call = self.call_of(&ep, format.unwrap_or(&self.format));
-        let given = given(x, topk_idx, topk_weights, scales, count, payload)?;
+        let given = Given::of(x, topk_idx, topk_weights, scales, count, payload)?;
         let (tokens, room) = calls::tokens(&call, &given)?;
         let out = output.get().of(py, &call, words_of(&tokens.payload))?;
         let inner = self.enqueued(py, || ep.dispatch(&stream, &tokens, &out))?;
@@ -335,7 +333,7 @@ impl Context {
     ) -> PyResult<Sent> {
         let (ep, stream, _held) = self.begin(py, stream)?;
         let call = self.call_of(&ep, format.unwrap_or(&self.format));
-        let given = given(x, topk_idx, topk_weights, scales, count, payload)?;
+        let given = Given::of(x, topk_idx, topk_weights, scales, count, payload)?;
         let (tokens, room) = calls::tokens(&call, &given)?;
         let send = || match counts {
             true => ep.dispatch_send_counts(&stream, &tokens),
@@ -452,8 +450,8 @@ impl Context {
         let (ep, stream, _held) = self.begin(py, stream)?;
         let call = self.call_of(&ep, &handle.format);
         let given = Array::of("rows", rows, false)?;
-        let (mut from, places) =
-            self.expert_rows(&call, &given, handle, calls::read("topk_weights", topk_weights)?, dtype)?;
+        let weights = calls::read("topk_weights", topk_weights)?;
+        let (mut from, places) = self.expert_rows(&call, &given, handle, weights, calls::dtype_of(dtype)?)?;
         let mut to = self.sums(&call, &Array::of("out", out, true)?, accumulate, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&call, payload, payload_out, &places)?;
@@ -480,7 +478,7 @@ impl Context {
         let call = self.call_of(&ep, &handle.format);
         let given = Array::of("rows", rows, false)?;
         let weights = calls::read("topk_weights", topk_weights)?;
-        let (from, _) = self.expert_rows(&call, &given, handle, weights, dtype)?;
+        let (from, _) = self.expert_rows(&call, &given, handle, weights, calls::dtype_of(dtype)?)?;
         let sent = self.enqueued(py, || ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let format = handle.format.clone();
@@ -713,6 +711,11 @@ impl Core {
         self.on_cpu
     }
 
+    /// Where arrays of calls lie.
+    pub fn place(&self) -> Place {
+        self.ordinal.map_or(Place::Cpu, Place::Cuda)
+    }
+
     /// The GPU's number.
     pub fn ordinal(&self) -> Option<usize> {
         self.ordinal
@@ -725,10 +728,9 @@ impl Core {
         rows: &Array,
         handle: &Parts,
         topk_weights: Option<Array>,
-        dtype: Option<&str>,
+        dtype: Option<Dtype>,
     ) -> PyResult<(Rows, Vec<usize>)> {
-        let CallFormat { combine_dtype, .. } = handle.format.inner;
-        let dtype = dtype.map_or(Ok(combine_dtype), |dtype| calls::dtype("dtype", dtype))?;
+        let dtype = dtype.unwrap_or(handle.format.inner.combine_dtype);
         rows.must_be_rows_of(dtype)?;
         calls::must_lie(rows, &handle.places, call.format)?;
         let mut to = Rows::new(call.view(rows)?).dtype(dtype);
@@ -755,38 +757,13 @@ impl Core {
         wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Combined> {
         out.must_be_shaped(&[out.len(), call.format.inner.hidden])?;
-        let dtype = match out.element {
-            Element::Bf16 | Element::U16 => Dtype::Bf16,
-            Element::Fp16 => Dtype::Fp16,
-            _ => {
-                out.must_hold(&[Element::Fp32, Element::Fp16, Element::Bf16, Element::U16])?;
-                Dtype::Fp32
-            }
-        };
+        out.must_hold(&[Element::Fp32, Element::Fp16, Element::Bf16, Element::U16])?;
+        let dtype = out.element.of_sums().unwrap_or(Dtype::Fp32);
         let to = Combined::new(call.view(out)?).dtype(dtype).accumulate(accumulate);
         let times = wait_times.map(|times| Array::whole("wait_times", times, &[Element::I64], true)).transpose()?;
         let times = times.map(|times| call.view(&times)).transpose()?;
         Ok(to.pitch_bytes(out.pitch()?).wait_times(times))
     }
-}
-
-/// What a dispatch reads.
-fn given(
-    x: &Bound<'_, PyAny>,
-    topk_idx: &Bound<'_, PyAny>,
-    topk_weights: Option<&Bound<'_, PyAny>>,
-    scales: Option<&Bound<'_, PyAny>>,
-    count: Option<&Bound<'_, PyAny>>,
-    payload: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Given> {
-    Ok(Given {
-        x: Array::of("x", x, false)?,
-        topk_idx: Array::of("topk_idx", topk_idx, false)?,
-        topk_weights: calls::read("topk_weights", topk_weights)?,
-        scales: calls::read("scales", scales)?,
-        count: calls::read("count", count)?,
-        payload: calls::read("payload", payload)?,
-    })
 }
 
 /// A context that stays until its call ends.

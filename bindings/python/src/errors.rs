@@ -1,8 +1,8 @@
 //! Python exceptions of the library's errors, and waits that signals end.
 //!
 //! `tokenyard.Error` is a RuntimeError with the fields that the error has (`rank`, `peer`, `wait`, `seconds`, `epoch`,
-//! `needed`, `given`) and `fatal`. `ArgumentError` and `ConfigError` are ValueErrors as well. `ClosedError` is of this
-//! package alone: a call on a world or a context that was closed.
+//! `needed`, `given`, `name`) and `fatal`. `ArgumentError` and `ConfigError` are ValueErrors as well. `ClosedError` is
+//! of this package alone: a call on a world or a context that was closed.
 
 use pyo3::exceptions::{PyException, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -112,6 +112,7 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         value.setattr(field, number)?;
     }
     match error {
+        Error::Argument { name, .. } | Error::Config { name, .. } => value.setattr("name", name)?,
         Error::Timeout { site, waited_ms, .. } => {
             value.setattr("wait", site)?;
             value.setattr("seconds", *waited_ms as f64 / 1000.0)?;

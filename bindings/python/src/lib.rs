@@ -37,6 +37,12 @@ fn run_program(py: Python<'_>, arguments: Vec<String>, program: Option<PathBuf>)
     })
 }
 
+/// What processes have in common that can be of one node: the kernel and the namespace of sockets.
+#[pyfunction]
+fn host() -> String {
+    tokenyard::internals::host()
+}
+
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("version", format!("{}+g{COMMIT}", env!("CARGO_PKG_VERSION")))?;
@@ -55,5 +61,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     errors::add_to(module)?;
+    module.add_function(wrap_pyfunction!(host, module)?)?;
     module.add_function(wrap_pyfunction!(run_program, module)?)
 }

@@ -114,6 +114,13 @@ impl World {
         Ok(self.inner.get(py)?.nodes().to_vec())
     }
 
+    /// The most tokens of a rank in a call of a context over this world.
+    #[getter]
+    fn most_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        let world = self.inner.get(py)?;
+        Ok(tokenyard::AllToAll::most_tokens_per_rank(&world))
+    }
+
     /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share
     /// no memory, and write to each other over the network of their proxies.
     fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {

@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad
 
 from . import _native
+from ._errors import Found
 
 DEFINED: bool = _native.define_operators()
 """Whether there are such operators."""
@@ -44,9 +45,15 @@ def plain(*tensors: Optional[torch.Tensor]) -> bool:
     return True
 
 
-def _taken(made: List[torch.Tensor], on_gpu: bool) -> Optional[BaseException]:
+_NOTHING = Found()
+
+
+def _found(made: List[torch.Tensor], on_gpu: bool) -> Found:
     """What a call raised. On a GPU a call that made something raised nothing."""
-    return None if made and on_gpu else _native.take_pending()
+    if made and on_gpu:
+        return _NOTHING
+    raised = _native.take_pending()
+    return _NOTHING if raised is None else Found(raised)
 
 
 def dispatch(
@@ -55,18 +62,18 @@ def dispatch(
     topk_idx: torch.Tensor,
     topk_weights: Optional[torch.Tensor],
     scales: Optional[torch.Tensor],
-) -> Tuple[List[torch.Tensor], Optional[BaseException]]:
-    """The handle, and the outputs of a plan, or nothing: then the call is none for this operator. And what it
-    raised; with outputs, the call took place."""
+) -> Tuple[List[torch.Tensor], Found]:
+    """The handle, and the outputs of a plan, or nothing: then the call is none for this operator. And what it raised;
+    with outputs, the call took place."""
     given = (_WEIGHTS if topk_weights is not None else 0) | (_SCALES if scales is not None else 0)
     made: List[torch.Tensor] = _DISPATCH(
         x, topk_idx, x if topk_weights is None else topk_weights, x if scales is None else scales, plan | given
     )
-    raised = _taken(made, x.is_cuda)
-    if made and raised is not None:
+    found = _found(made, x.is_cuda)
+    if made and found:
         # An output without room has no rows.
         made[1].zero_()
-    return made, raised
+    return made, found
 
 
 def combine(
@@ -75,15 +82,5 @@ def combine(
     """The sums. None: the call is none for this operator, as one whose handle was made in Python."""
     weighted = topk_weights is not None
     made: List[torch.Tensor] = _COMBINE(rows, handle, topk_weights if weighted else rows, tokens << 1 | weighted)
-    raised = _taken(made, rows.is_cuda)
-    if raised is not None:
-        raise_it(raised)
+    _found(made, rows.is_cuda).raise_with(None)
     return made[0] if made else None
-
-
-def raise_it(error: BaseException) -> None:
-    """Raises an error of which no frame keeps what it holds."""
-    try:
-        raise error
-    finally:
-        del error

@@ -14,8 +14,8 @@ class Found:
     """An error of a call that took place all the same, such as unusable routing, until what it made is complete. No
     frame of the error's traceback has the error afterwards: what it holds would live until garbage is collected."""
 
-    def __init__(self) -> None:
-        self._error: Optional[BaseException] = None
+    def __init__(self, error: Optional[BaseException] = None) -> None:
+        self._error = error
 
     def __bool__(self) -> bool:
         return self._error is not None
@@ -50,11 +50,12 @@ class Found:
         return receive()
 
     def raise_with(self, dispatched: Any) -> None:
-        """Raises the error, if there is one, with these results as its `dispatched`."""
+        """Raises the error, if there is one, with these results as its `dispatched`, if there are any."""
         error, self._error = self._error, None
         if error is None:
             return
-        setattr(error, "dispatched", dispatched)
+        if dispatched is not None:
+            setattr(error, "dispatched", dispatched)
         try:
             raise error
         finally:

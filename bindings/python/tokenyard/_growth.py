@@ -12,7 +12,7 @@ from typing import List, Tuple
 
 import torch
 
-from ._worlds import World, most_tokens
+from ._worlds import World
 
 # Fewest tokens for which a context is made.
 _LEAST = 128
@@ -25,7 +25,7 @@ def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
 
     `before`: what there is room for already. `limit`: up to which the number is rounded.
     """
-    return max(before, rounded(most(world, tokens)[0], min(limit, most_tokens(world))))
+    return max(before, rounded(most(world, tokens)[0], min(limit, world.most_tokens)))
 
 
 def most(world: World, *numbers: int) -> List[int]:

@@ -21,7 +21,6 @@ import ipaddress
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -49,6 +48,8 @@ _SHARED = ("nics", "silence", "seed")
 _RDMA = ("efa", "verbs")
 # As many as a rank may have.
 _MOST_NICS = 4
+# What contexts take of a proxy and its network, by the names that errors have of it.
+_FULL = ("contexts", "receives")
 # A rank that computes on all cores may leave its proxy without one for longer than the proxy's own default, 1 s.
 _SILENCE = 10.0
 
@@ -277,10 +278,10 @@ class Hosts:
         except Error as error:
             if last:
                 raise
-            # It is an error on all ranks: by its own words where it is, and quoted on the others.
-            full = re.search(r"\b(contexts|receives) is \d", str(error)) is not None
+            # It is an error on all ranks: its own where it is, and quoted on the others.
+            full = isinstance(error, ConfigError) and getattr(error, "name", None) in _FULL
             try:
-                if all(each["full"] for each in self._exchange({"full": full})):
+                if any(each["full"] for each in self._exchange({"full": full})):
                     return None
             except Error:
                 pass

@@ -10,10 +10,11 @@ import os
 import socket
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Type
 
+from . import _native
 from ._native import BootstrapError, ConfigError, Error
 from ._native import World as World
 
-__all__ = ["World", "by_ranks", "host", "most_tokens", "refuse", "world_of_group", "world_over"]
+__all__ = ["World", "by_ranks", "host", "refuse", "world_of_group", "world_over"]
 
 
 def refuse(kind: Type[Error], text: str) -> NoReturn:
@@ -37,14 +38,7 @@ def by_ranks(values: Sequence[str]) -> str:
 def host() -> str:
     """This process's host. Processes that return the same can share memory: they have the kernel and the namespace of
     sockets in common, by which ranks of a node pass their memory. The name is for kernels that are copies of one."""
-    boot = namespace = ""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        namespace = os.readlink("/proc/self/ns/net")
-    except OSError:
-        pass
-    return f"{socket.gethostname()} {boot} {namespace}"
+    return f"{socket.gethostname()} {_native.host()}"
 
 
 def world_of_group(group: Any = None) -> World:
@@ -113,12 +107,6 @@ def _report(rank: int, part: bytes) -> Dict[str, Any]:
             f"rank {rank} reports no host: see that all ranks have the same version of tokenyard, and make the same "
             "collective calls in the same order",
         )
-
-
-def most_tokens(world: World) -> int:
-    """The most tokens of a rank for which a context of this world can be made."""
-    nodes = len(world.nodes)
-    return 1 << 20 if nodes == 1 else 32 * (8256 // nodes) - 1
 
 
 def _nodes(ranks: List[Dict[str, Any]]) -> List[int]:

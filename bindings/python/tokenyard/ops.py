@@ -602,12 +602,9 @@ def dispatch(
     row_weights = weights == "none" and topk_weights is not None
     if not (exact or row_weights) and _eager.plain(x, topk_idx, topk_weights, scales):
         brought = topk_weights if weights == "dispatch" else None
-        made, raised = _eager.dispatch(ep.plan(format, layout, align, capacity), x, topk_idx, brought, scales)
+        made, found = _eager.dispatch(ep.plan(format, layout, align, capacity), x, topk_idx, brought, scales)
         results = _named(made, x.shape[0], has_scales, layout, False) if made else None
-        if raised is not None:
-            if results is not None:
-                setattr(raised, "dispatched", results)
-            _eager.raise_it(raised)
+        found.raise_with(results)
         if results is not None:
             return results
     _no_tangent(x, topk_weights)

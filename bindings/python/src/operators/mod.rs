@@ -7,7 +7,7 @@
 mod handles;
 mod shim;
 
-use super::arrays::{Array, Element, Place};
+use super::arrays::{Array, Element, Place, packed};
 use super::calls::{self, Given, Output};
 use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
@@ -150,7 +150,6 @@ struct Prepared {
     context: i64,
     format: Format,
     layout: Layout,
-    layout_name: &'static str,
     place: Place,
     made: Vec<Made>,
     /// Of scales.
@@ -205,35 +204,24 @@ impl Plan {
         column_major: bool,
         views: Option<Vec<View>>,
     ) -> PyResult<Plan> {
-        let known = |known: &[&'static str], name: &str| known.iter().copied().find(|known| *known == name);
-        let of_output = |(name, shape, dtype): (String, Vec<usize>, String)| -> PyResult<Made> {
-            let element = DTYPES.iter().find(|(known, _)| *known == dtype).map(|(_, element)| *element);
-            let (Some(name), Some(element)) = (known(&NAMES, &name), element) else {
+        let of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
+            let element = DTYPES.iter().find(|(known, _)| known == dtype).map(|(_, element)| *element);
+            let (Some(name), Some(element)) = (NAMES.iter().copied().find(|known| known == name), element) else {
                 return Err(PyValueError::new_err(format!("no output is called {name} with elements of {dtype}")));
             };
-            let too_large =
-                || PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"));
-            let sizes: Result<Vec<i64>, _> = shape.iter().map(|length| i64::try_from(*length)).collect();
-            let sizes = sizes.map_err(|_| too_large())?;
-            let mut strides = vec![1i64; sizes.len()];
-            for place in (1..sizes.len()).rev() {
-                strides[place - 1] = strides[place].checked_mul(sizes[place].max(1)).ok_or_else(too_large)?;
-            }
-            Ok(Made { name, sizes, strides, element })
+            let signed = |lengths: &[usize]| -> PyResult<Vec<i64>> {
+                let signed: Result<Vec<i64>, _> = lengths.iter().map(|length| i64::try_from(*length)).collect();
+                signed.map_err(|_| {
+                    PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"))
+                })
+            };
+            Ok(Made { name, sizes: signed(shape)?, strides: signed(&packed(shape, 1))?, element })
         };
-        let made: Vec<Made> = outputs.into_iter().map(of_output).collect::<PyResult<_>>()?;
-        let rows = made.iter().find(|made| made.name == "rows").map(|made| made.sizes.as_slice());
-        let length = |place: usize| {
-            rows.and_then(|sizes| sizes.get(place)).and_then(|length| usize::try_from(*length).ok()).unwrap_or(0)
-        };
-        let (layout, layout_name) = match layout {
-            "contiguous" => (Layout::Contiguous { align, capacity: length(0) }, "contiguous"),
-            "masked" => (Layout::Masked { per_expert: length(1) }, "masked"),
-            "token" => (Layout::Token { capacity: length(0) }, "token"),
-            other => return Err(calls::unknown("layout", other, &["contiguous", "masked", "token"])),
-        };
+        let made: Vec<Made> = outputs.iter().map(of_output).collect::<PyResult<_>>()?;
+        let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
+        let layout = calls::layout(layout, align, rows.unwrap_or(&[]))?;
         let core = context.core();
-        let place = core.ordinal().map_or(Place::Cpu, Place::Cuda);
+        let place = core.place();
         let format = format.clone();
         let of_view = |(name, sizes, strides, offset): View| -> PyResult<Seen> {
             let output = made.iter().find(|made| made.name == name);
@@ -242,7 +230,7 @@ impl Plan {
             Ok(Seen { name: output.name, sizes, strides, offset })
         };
         let seen = views.unwrap_or_default().into_iter().map(of_view).collect::<PyResult<_>>()?;
-        let prepared = Prepared { core, context: number, format, layout, layout_name, place, made, column_major, seen };
+        let prepared = Prepared { core, context: number, format, layout, place, made, column_major, seen };
         let prepared = Arc::new(prepared);
         static NUMBERS: AtomicI64 = AtomicI64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -290,13 +278,14 @@ fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
 fn on_device(
     shim: &'static Shim,
     core: &Core,
-    work: impl FnOnce(&Open, &Stream) -> Result<Vec<Tensor>, Failure>,
+    work: impl FnOnce(&Open, &Stream) -> Result<Vec<Tensor>, Failure> + Send,
     used: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
 ) -> Outcome {
     let Some(ordinal) = core.ordinal() else {
         let done = Python::try_attach(|py| {
             let (ep, stream, _held) = core.begin(py, 0)?;
-            let made = work(&ep, &stream)?;
+            // Other threads may hold what it needs for a moment.
+            let made = py.detach(|| work(&ep, &stream))?;
             let raised = core.finished_with(py, &ep, || Box::new(used(&made))).err();
             Ok((made, raised))
         });
@@ -373,7 +362,7 @@ impl Prepared {
         }
         let inner = ep.dispatch(stream, &tokens, &output)?;
         let parts = Parts { inner, tokens: room, format: self.format.clone(), places };
-        made.insert(0, slot.filled(self.core.clone(), self.context, self.layout_name, parts));
+        made.insert(0, slot.filled(self.core.clone(), self.context, calls::layout_name(self.layout), parts));
         Ok(made)
     }
 }
@@ -384,18 +373,13 @@ fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
     let rows = read("rows", rows)?;
     let weights = if tokens & WEIGHTS == 0 { None } else { Some(read("topk_weights", topk_weights)?) };
     let (core, parts) = (&kept.core, &kept.parts);
-    let place = core.ordinal().map_or(Place::Cpu, Place::Cuda);
-    let dtype = match rows.element {
-        Element::Bf16 => "bf16",
-        Element::Fp16 => "fp16",
-        Element::Fp32 => "fp32",
-        _ => return Err(Failure::NotHere),
-    };
+    // torch has bf16 of its own.
+    let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
     let work = |ep: &Open, stream: &Stream| {
         let call = core.call_of(ep, &parts.format);
         let (from, _) = core.expert_rows(&call, &rows, parts, weights, Some(dtype))?;
         let (sizes, strides) = ([tokens >> 1, parts.format.inner.hidden as i64], [parts.format.inner.hidden as i64, 1]);
-        let out = shim.empty(&sizes, &strides, rows.element, place).ok_or(Failure::NotHere)?;
+        let out = shim.empty(&sizes, &strides, rows.element, core.place()).ok_or(Failure::NotHere)?;
         let to = core.sums(&call, &read("out", &out)?, false, None)?;
         ep.combine(stream, &parts.inner, &from, &to)?;
         Ok(vec![out])

@@ -475,19 +475,14 @@ class Buffer:
             self._low_latency.shapes[scales] = shape
         if self._dispatched is not None:
             self._dispatched.before_next()
-        made, raised = _eager.dispatch(shape.number, x, topk_idx, None, None)
-        if not made and raised is None:
-            return None
+        made, found = _eager.dispatch(shape.number, x, topk_idx, None, None)
         results = None
         if made:
             handle = LowLatencyHandle((made[3], made[4], tokens, x.shape[1], experts))
             handle.planned = _planned.Dispatched(shape, x.shape[0], made)
             rows: Rows = made[1] if scales is None else (made[1], made[5])
             results = rows, made[2], handle, EventOverlap(), None
-        if raised is not None:
-            if results is not None:
-                setattr(raised, "dispatched", results)
-            _eager.raise_it(raised)
+        found.raise_with(results)
         return results
 
     def _planned_combine(

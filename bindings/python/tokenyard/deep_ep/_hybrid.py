@@ -18,7 +18,6 @@ from .._errors import Found
 from .._hosts import Hosts
 from .._native import Format, Output, World
 from .._tensors import device_of, name_of
-from .._worlds import most_tokens
 from ..ops import _weigh
 from . import _checks
 from ._contexts import Counted, Kept, Unreceived, counted, refuse_capture
@@ -329,7 +328,7 @@ class HybridEPBuffer:
         if choices > _MOST_CHOICES:
             raise ValueError(f"a token of some rank goes to {choices} experts: {_MOST_CHOICES} is the most")
         ranks = self.group_size
-        room, dtype = _growth.rounded(tokens, most_tokens(world)), "fp32" if fp32 else "bf16"
+        room, dtype = _growth.rounded(tokens, world.most_tokens), "fp32" if fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = made = None
         self._dispatches.drop()
