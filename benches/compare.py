@@ -284,7 +284,7 @@ class Graphs:
     @classmethod
     def of(cls, job, contender):
         """The graphs of a contender, or why it has none, the same on all ranks."""
-        if not getattr(contender, "captured", False) or job.device.type == "cpu":
+        if not getattr(contender, "captured", False):
             return None, "its calls wait on the host"
         made, reason = None, None
         try:

@@ -116,8 +116,13 @@ class Rank:
         launch = (lambda _: torch.cuda._sleep(0)) if self.on_gpu else (lambda _: None)
         x, ids, weights, scales = self.x, self.ids, self.weights, self.scales
         room = self.ep.plan(0, "contiguous", 1, None)
-        dispatch_in_c = _eager._DISPATCH or (lambda *arguments: None)
-        combine_in_c = _eager._COMBINE or (lambda *arguments: None)
+        # Of torch 2.11 and later.
+        dispatch_in_c, combine_in_c = _eager._DISPATCH, _eager._COMBINE
+        in_c = [
+            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3),
+             "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
+            {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
+        ] if _eager.DEFINED else []
 
         def combine_ll(found, **options):
             return buffer.low_latency_combine(self.ll_rows, self.ids64, weights, found[2], **options)[2]
@@ -127,8 +132,7 @@ class Rank:
             {"dispatch": lambda _: self.dispatch()},
             {"ops.dispatch": lambda _: ops.dispatch(self.ep, x, ids, weights, scales=scales),
              "ops.combine": lambda got: ops.combine(self.rows, got)},
-            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3),
-             "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
+            *in_c,
             {"ops.dispatch_into": lambda _: ops.dispatch_into(
                 self.ep, self.got.rows, self.got.counts, x, ids, weights, scales=scales, row_scales=self.got.scales,
                 offsets=self.got.offsets)},
@@ -139,7 +143,6 @@ class Rank:
              "deep_ep LL combine, hook": lambda found: combine_ll(found, return_recv_hook=True),
              "combine's hook": lambda hook: hook()},
             {"an empty launch": launch},
-            {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
             {"an empty operator": lambda _: empty(self.small)},
             {"torch add_": lambda _: self.small.add_(1.0)},
             {"torch empty": lambda _: torch.empty((1,), device=self.args.device)},

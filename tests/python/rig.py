@@ -1,6 +1,9 @@
 """Ranks as threads, a plain reference of dispatch and combine, and inputs with experts and weights that differ."""
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 import traceback
 
@@ -17,6 +20,19 @@ def the_torch():
 
         return torch
     return pytest.importorskip("torch")
+
+
+def free_port():
+    """A port of this host that nothing listens at, as text."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def has_libfabric():
+    """Whether the library finds libfabric."""
+    found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
+    return "lacks  libfabric" not in found
 
 
 def in_ranks(worlds, work):
@@ -87,7 +103,7 @@ class Case:
 
 
 def in_threads(device, ranks, work):
-    """Runs `work(world)` in a thread for each rank; where they share a GPU, "cuda", each on a stream of its own."""
+    """Runs `work(world)` in a thread for each rank; its results by rank. Ranks that share a GPU, "cuda", have a stream each."""
 
     def rank(world):
         if device == "cuda":
@@ -95,13 +111,14 @@ def in_threads(device, ranks, work):
 
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.synchronize()
-                work(world)
+                result = work(world)
                 torch.cuda.current_stream().synchronize()
         else:
-            work(world)
+            result = work(world)
         world.barrier()
+        return result
 
-    in_ranks(tokenyard.World.threads(ranks), rank)
+    return in_ranks(tokenyard.World.threads(ranks), rank)
 
 
 def settle(device):

@@ -1,12 +1,12 @@
 """`python -m tokenyard.bench`: ranks as threads and under torchrun, its JSON, its checks, and what it refuses."""
 
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 import rig
@@ -52,12 +52,9 @@ def test_only_the_first_is_checked(tmp_path):
 @pytest.mark.parametrize("group", ["env", "gloo"])
 def test_under_torchrun(tmp_path, group):
     path = tmp_path / "bench.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
                "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "tokenyard.bench", *SMALL, "--group", group, "--json", str(path)]
-    given = os.environ | {"TOKENYARD_PORT": port, "OMP_NUM_THREADS": "1"}
+    given = os.environ | {"TOKENYARD_PORT": rig.free_port(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(path.read_text())
@@ -219,27 +216,54 @@ def test_an_environment_without_a_number_of_ranks(monkeypatch, capsys):
     assert ended.value.code == 2 and "WORLD_SIZE is 'two': set it to the number of ranks" in capsys.readouterr().err
 
 
+@contextlib.contextmanager
+def ended(ranks):
+    """Kills processes that are left at the end of a block, and those that take longer than any of these tests."""
+    late = threading.Timer(150, lambda: [rank.kill() for rank in ranks])
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 # Each rank's further options, and the environment's.
 DIFFER = {
     "seed": (["--seed", "1"], ["--seed", "2"], {}, "--seed is 2 on rank 1 and 1 on rank 0: give all ranks the same options"),
     "iters": ([], ["--iters", "4"], {}, "--iters is 4 on rank 1 and 3 on rank 0: give all ranks the same options"),
     "top-k": ([], ["--top-k", "2"], {}, "--top-k is 2 on rank 1 and 3 on rank 0: give all ranks the same options"),
-    "nodes": ([], [], {"TOKENYARD_NODES": "1,1"}, "the environment has nodes of 1, 1 ranks, and this benchmark has no network"),
 }
 
 
 @pytest.mark.parametrize("case", DIFFER)
 def test_ranks_that_differ_are_refused(case):
     *options, given, sentence = DIFFER[case]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        given = given | {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    given = given | {"TOKENYARD_PORT": rig.free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([sys.executable, "-m", "tokenyard.bench", *SMALL, *more], stderr=subprocess.PIPE, text=True,
                               env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
              for rank, more in enumerate(options)]
-    for rank in ranks:
-        said = rank.communicate(timeout=60)[1]
-        assert rank.returncode == 2 and said.startswith(f"tokenyard.bench: {sentence}") and said.count("\n") == 1, said
+    with ended(ranks):
+        for rank in ranks:
+            said = rank.communicate(timeout=60)[1]
+            assert rank.returncode == 2 and said.startswith(f"tokenyard.bench: {sentence}") and said.count("\n") == 1, said
+
+
+def test_ranks_of_two_nodes(tmp_path):
+    """Over the simulated network, with every element checked."""
+    given = {"TOKENYARD_PORT": rig.free_port(), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TOKENYARD_NODES": "1,1",
+             "TOKENYARD_NETWORK": "simulated"}
+    path = tmp_path / "bench.json"
+    ranks = [subprocess.Popen([sys.executable, "-m", "tokenyard.bench", *SMALL, "--json", str(path)], stderr=subprocess.PIPE, text=True,
+                              stdout=subprocess.DEVNULL, env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+             for rank in range(2)]
+    with ended(ranks):
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    found = json.loads(path.read_text())
+    assert found["nodes"] == [1, 1] and found["mismatches"] == 0 and found["checked"] == found["iters"] + 1
 
 
 # The benchmark for long, which says when a rank has its context.
@@ -262,26 +286,20 @@ def started(*options, **environment):
 
 
 def test_a_rank_that_is_killed_ends_the_others():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        given = {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    given = {"TOKENYARD_PORT": rig.free_port(), "WORLD_SIZE": "2"}
     ranks = [started(**given, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    assert [rank.stdout.readline() for rank in ranks] == ["made\n"] * 2
-    time.sleep(0.5)
-    ranks[1].kill()
-    ranks[1].communicate()
-    said = ranks[0].communicate(timeout=60)[1]
-    assert ranks[0].returncode == 1 and said.count("\n") == 1, said
-    assert said.startswith(("tokenyard.bench: PeerLostError: ", "tokenyard.bench: BootstrapError: ")) and "rank 1" in said
+    with ended(ranks):
+        assert [rank.stdout.readline() for rank in ranks] == ["made\n"] * 2
+        ranks[1].kill()
+        ranks[1].communicate(timeout=60)
+        said = ranks[0].communicate(timeout=60)[1]
+        assert ranks[0].returncode == 1 and said.count("\n") == 1, said
+        assert said.startswith(("tokenyard.bench: PeerLostError: ", "tokenyard.bench: BootstrapError: ")) and "rank 1" in said
 
 
 def test_ctrl_c_ends_ranks_that_are_threads():
     running = started("--world", "2")
-    assert [running.stdout.readline() for _ in range(2)] == ["made\n"] * 2
-    time.sleep(0.5)
-    running.send_signal(signal.SIGINT)
-    try:
+    with ended([running]):
+        assert [running.stdout.readline() for _ in range(2)] == ["made\n"] * 2
+        running.send_signal(signal.SIGINT)
         assert running.communicate(timeout=10) == ("", "") and running.returncode == -signal.SIGINT
-    finally:
-        running.kill()
-        running.wait()

@@ -10,7 +10,7 @@ import pytest
 
 import tokenyard
 from rig import in_threads, settle
-from test_torch import free_port
+from rig import free_port
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch

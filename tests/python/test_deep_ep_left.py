@@ -6,18 +6,17 @@ import os
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 
 import tokenyard
-from rig import in_ranks
+from rig import in_ranks, the_torch
 
-if os.environ.get("TOKENYARD_STRICT") == "1":
-    import torch
-else:
-    torch = pytest.importorskip("torch")
+torch = the_torch()
 
-from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer  # noqa: E402: after torch
+from test_hybrid import NeverWaits  # noqa: E402: after torch
+from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer  # noqa: E402
 
 HIDDEN, LOCAL, TOP_K, RANKS, ALIGN = 256, 2, 2, 2, 4
 EXPERTS = LOCAL * RANKS
@@ -51,24 +50,23 @@ class Tokens:
         rows = [len(ids) if expand else len({int(e) // LOCAL for e in ids}) for ids in self.ids[rank]]
         return torch.tensor(rows)[:, None]
 
-    def places(self, rank, align):
-        """Where the rows of a rank are that has one for each choice."""
+    def places(self, rank, expand=False):
+        """Where the rows of a rank are: for each choice, expert after expert from a multiple of ALIGN on, or row after row."""
+        if not expand:
+            return list(range(len(self.rows(rank))))
         numbers, begin = [], 0
         for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
             rows = sum(int((ids == expert).sum()) for ids in self.ids)
             numbers += range(begin, begin + rows)
-            begin += -(-rows // align) * align
+            begin += -(-rows // ALIGN) * ALIGN
         return numbers
 
 
 @pytest.fixture(autouse=True)
-def interruptible(monkeypatch):
-    """Ctrl-C raises, also where the tests were started with SIGINT ignored."""
+def soon(monkeypatch):
+    """A rank that waits for one that failed does not for long."""
     for kind in (Buffer, HybridEPBuffer):
         monkeypatch.setattr(kind, "timeout_seconds", float(SECONDS))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class Normal:
@@ -120,12 +118,6 @@ class Elastic:
         return self.buffer.combine(rows, handle, previous_event_before_epilogue=self.before)[0]
 
 
-class Never(HybridEPBuffer):
-    @staticmethod
-    def _host_waits(hidden):
-        return False
-
-
 class Hybrid:
     """Calls of `HybridEPBuffer`, which permute or not."""
 
@@ -157,17 +149,15 @@ KINDS = {
     "elastic expanded": lambda world: Elastic(world, do_expand=True, expert_alignment=ALIGN),
     "hybrid": lambda world: Hybrid(world, False),
     "hybrid permuted": lambda world: Hybrid(world, True, pad_multiple=ALIGN),
-    "hybrid unwaited": lambda world: Hybrid(world, True, Never, pad_multiple=ALIGN, num_permuted_tokens=32, non_blocking=True),
+    "hybrid unwaited": lambda world: Hybrid(world, True, NeverWaits, pad_multiple=ALIGN, num_permuted_tokens=32, non_blocking=True),
 }
-
-
 
 
 def right(calls, tokens):
     """A dispatch, and a combine of it: the handle."""
     (rows, handle), rank = calls.dispatch(tokens), calls.rank
     wanted = tokens.rows(rank, calls.expand)
-    places = tokens.places(rank, ALIGN) if calls.expand else range(len(wanted))
+    places = tokens.places(rank, calls.expand)
     assert torch.equal(rows[list(places)], wanted)
     assert torch.equal(calls.combine(rows, handle), tokens.x[rank] * tokens.times(rank, calls.expand))
     return handle
@@ -194,6 +184,7 @@ def beside(make, own, of_other, late=0.0):
             of_other(calls, handle)
             go_on(calls, first, handle)
         except BaseException as failure:  # noqa: BLE001: raised again below
+            traceback.print_exc()
             failures.append(failure)
 
     thread = threading.Thread(target=other)
@@ -207,27 +198,38 @@ def beside(make, own, of_other, late=0.0):
         raise failures[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_in_the_wait_for_another_rank(kind):
-    """The dispatch that Ctrl-C ended is one of the other rank's, whose result is right."""
+def interrupted(tokens):
+    """A dispatch of these tokens that Ctrl-C ends."""
 
-    def interrupted(calls, handle):
+    def call(calls, handle):
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
             with pytest.raises(KeyboardInterrupt):
-                calls.dispatch(Tokens(9))
+                calls.dispatch(tokens)
         finally:
             # Where the call came to an end before, Ctrl-C would end the tests.
             timer.cancel()
             timer.join()
 
-    def whole(calls, handle):
-        rows, _ = calls.dispatch(Tokens(9))
-        places = Tokens(9).places(calls.rank, ALIGN) if calls.expand else range(len(Tokens(9).rows(calls.rank)))
-        assert torch.equal(rows[list(places)], Tokens(9).rows(calls.rank, calls.expand))
+    return call
 
-    beside(KINDS[kind], interrupted, whole, late=0.7)
+
+def whole(tokens):
+    """A dispatch of these tokens that is right."""
+
+    def call(calls, handle):
+        rows, _ = calls.dispatch(tokens)
+        assert torch.equal(rows[tokens.places(calls.rank, calls.expand)], tokens.rows(calls.rank, calls.expand))
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_in_the_wait_for_another_rank(kind):
+    """The dispatch that Ctrl-C ended is one of the other rank's, whose result is right."""
+
+    beside(KINDS[kind], interrupted(Tokens(9)), whole(Tokens(9)), late=0.7)
 
 
 @pytest.mark.parametrize("kind", ["normal", "elastic grows", "hybrid", "hybrid permuted"])
@@ -237,22 +239,7 @@ def test_ctrl_c_in_a_call_of_more_tokens_than_there_is_room_for(kind):
     # More than the context that the first call made has room for.
     many = Tokens(9, counts=(200, 3))
 
-    def interrupted(calls, handle):
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                calls.dispatch(many)
-        finally:
-            timer.cancel()
-            timer.join()
-
-    def whole(calls, handle):
-        rows, _ = calls.dispatch(many)
-        places = many.places(calls.rank, ALIGN) if calls.expand else range(len(many.rows(calls.rank)))
-        assert torch.equal(rows[list(places)], many.rows(calls.rank, calls.expand))
-
-    beside((KINDS | made)[kind], interrupted, whole, late=0.7)
+    beside((KINDS | made)[kind], interrupted(many), whole(many), late=0.7)
 
 
 class Raises(EventHandle):

@@ -1,46 +1,29 @@
 """Eager calls by operators in C: that they are used, and bring what operators in Python do."""
 
-import os
 import threading
 import weakref
 
 import pytest
 
 import tokenyard
-from rig import Case, in_threads
+from rig import Case, in_threads, settle, the_torch
 
-if os.environ.get("TOKENYARD_STRICT") == "1":
-    import torch
-else:
-    torch = pytest.importorskip("torch")
+torch = the_torch()
 
-from tokenyard import _eager, _native, ops  # noqa: E402: after torch, without which there is no such module
-
-DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
-PLACE = {"device": "cuda:0", "sms": 16} if DEVICE == "cuda" else {}
+from test_ops import DEVICE, PLACE, tensors  # noqa: E402: after torch, without which there is no such module
+from tokenyard import _eager, _native, ops  # noqa: E402
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 QUANTIZED = {"dtype": "fp8", "scales": "fp32", "quantize": True, "combine_dtype": "bf16"}
 needs_them = pytest.mark.skipif(VERSION < (2, 11), reason="torch before 2.11 has no such interface: install a later one")
 
 
-def tensors(case, rank):
-    return tuple(torch.tensor(value[rank], device=DEVICE) for value in (case.x, case.ids, case.weights))
-
-
 def of_ranks(ranks, work):
     """What `work(world)` returned to each rank."""
-    found = {}
-
-    def rank(world):
-        found[world.rank] = work(world)
-
-    in_threads(DEVICE, ranks, rank)
-    return [found[rank] for rank in range(ranks)]
+    return in_threads(DEVICE, ranks, work)
 
 
 def done(ep):
-    if DEVICE == "cuda":
-        torch.cuda.current_stream().synchronize()
+    settle(DEVICE)
     ep.check()
 
 

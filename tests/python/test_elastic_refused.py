@@ -1,17 +1,15 @@
 """What `ElasticBuffer` and `HybridEPBuffer` refuse before anything is sent, by the argument's name: the next call is right. And
 what they take of odd strides, signs of zero and numbers."""
 
-import os
 
 import pytest
 
 import tokenyard
+from rig import the_torch
 
-if os.environ.get("TOKENYARD_STRICT") == "1":
-    import torch
-else:
-    torch = pytest.importorskip("torch")
+torch = the_torch()
 
+from test_hybrid import NeverWaits  # noqa: E402: after torch
 from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, EventOverlap, HybridEPBuffer  # noqa: E402: after torch
 
 HIDDEN, EXPERTS, TOKENS, TOP_K = 256, 6, 5, 3
@@ -245,14 +243,6 @@ def test_hybrid_dispatches_that_are_refused_send_nothing(permutes):
     with pytest.raises(ValueError, match="handle is of another HybridEPBuffer: give it to the one"):
         other = alone(HybridEPBuffer)
         (other.dispatch_with_permute if permutes else other.dispatch)(hidden=X, handle=handle)
-
-
-class NeverWaits(HybridEPBuffer):
-    """Calls with `non_blocking` as on a GPU."""
-
-    @staticmethod
-    def _host_waits(hidden):
-        return False
 
 
 def test_experts_that_are_none_where_nobody_waits():

@@ -128,15 +128,7 @@ def test_an_exception_of_an_all_gather_is_passed_on():
         tokenyard.World.over(0, 1, lambda what, own, seconds: [17])
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C raises, also where the tests were started with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_a_wait(ctrl_c):
+def test_ctrl_c_ends_a_wait():
     world, _other = tokenyard.World.threads(2)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -147,7 +139,7 @@ def test_ctrl_c_ends_a_wait(ctrl_c):
     timer.join()
 
 
-def test_ctrl_c_ends_a_call_and_its_arrays_live_on(ctrl_c):
+def test_ctrl_c_ends_a_call_and_its_arrays_live_on():
     case = Case(ranks=2)
     limits = case.limits | {"timeout": 4.0}
     ready, done = threading.Event(), threading.Event()

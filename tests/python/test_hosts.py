@@ -19,7 +19,7 @@ import traceback
 import pytest
 
 import tokenyard
-from rig import in_ranks, the_torch
+from rig import has_libfabric, in_ranks, the_torch
 from tokenyard import _hosts, _worlds
 
 torch = the_torch()
@@ -366,11 +366,6 @@ SCENARIOS = {
     "by hosts": (by_hosts, None, SIMULATED),
     "automatic": (automatic, "2,2", None),
 }
-
-
-def has_libfabric():
-    found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
-    return "lacks  libfabric" not in found
 
 
 def program(names):

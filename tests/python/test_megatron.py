@@ -18,7 +18,7 @@ import types
 import pytest
 
 from engine_rig import fork_ranks
-from test_torch import free_port
+from rig import free_port
 
 EXPERTS_OF_RANK, TOP_K, HIDDEN = 4, 3, 64
 DEADLINE_SECONDS = 150.0

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import Case, poisoned
+from rig import Case, free_port, has_libfabric, poisoned
 
 SECONDS = 60
 
@@ -59,10 +58,8 @@ def by_files(folder, call, rank, size, own):
 
 @pytest.mark.parametrize(("network", "nodes"), [("simulated", [1, 1]), ("simulated", [2, 1]), ("tcp", [1, 1])])
 def test_ranks_of_several_nodes(network, nodes, tmp_path):
-    if network == "tcp":
-        found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
-        if "lacks  libfabric" in found:
-            pytest.skip("install libfabric")
+    if network == "tcp" and not has_libfabric():
+        pytest.skip("install libfabric")
     size = sum(nodes)
     start = [[sys.executable, __file__, network, json.dumps(nodes), str(rank), str(size), str(tmp_path)] for rank in range(size)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in start]
@@ -103,8 +100,7 @@ except KeyboardInterrupt:
 
 
 def test_a_network_leaves_handlers_of_signals_as_they_are():
-    found = subprocess.run([sys.executable, "-m", "tokenyard", "doctor"], capture_output=True, text=True, timeout=60).stdout
-    if "lacks  libfabric" in found:
+    if not has_libfabric():
         pytest.skip("install libfabric")
     ended = subprocess.run([sys.executable, "-c", HANDLERS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "own\ninterrupted\n", "")
@@ -122,12 +118,14 @@ print(left.nodes, left.all_gather(b"%d" % world.rank))
 
 
 def test_survivors_of_nodes_that_a_program_stated_regroup():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        given = os.environ | {"TOKENYARD_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "3", "TOKENYARD_TIMEOUT_MS": "20000"}
+    given = os.environ | {"TOKENYARD_PORT": free_port(), "WORLD_SIZE": "3", "TOKENYARD_TIMEOUT_MS": "20000"}
     ranks = [subprocess.Popen([sys.executable, "-c", SURVIVORS], env=given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(3)]
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [out for out, _ in said] == ["[1, 1] [b'0', b'2']\n", "", "[1, 1] [b'0', b'2']\n"], said
 
 

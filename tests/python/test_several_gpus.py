@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rig import the_torch
-from test_torch import free_port
+from rig import free_port
 
 torch = the_torch()
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -25,7 +25,7 @@ import pytest
 
 from engine_rig import ROOT, SGLANG, fork_ranks, skip_without_sglang
 from stand_ins import stand_in_for_sglangs_packages
-from test_torch import free_port
+from rig import free_port
 
 EXPERTS_OF_RANK, TOP_K, HIDDEN = 3, 4, 640
 # Columns of a scale, and of four scales in a word.

@@ -14,7 +14,7 @@ import pytest
 
 from engine_rig import HIDDEN, LOCAL, SGLANG, TOP_K, Lines, fork_ranks, skip_without_sglang
 from stand_ins import stand_in_for_sglangs_packages
-from test_torch import free_port
+from rig import free_port
 
 ALIGNMENT, MOST = 128, 128
 DEADLINE_SECONDS = 100.0

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 
@@ -215,12 +214,6 @@ print("right", flush=True)
 if way == "group":
     dist.destroy_process_group()
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("way", ["group", "env"])

@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -538,12 +537,6 @@ def waited(numbers, seconds):
     return not left and not any(codes)
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def program(folder):
     """Cases by one process, and then the ranks: autograd does not work in forks of a process that used it."""
     torch.set_num_threads(1)
@@ -559,7 +552,7 @@ def program(folder):
     if not waited([forked(cases)], 60):
         sys.exit("the cases failed")
     for size in SIZES:
-        port = free_port()
+        port = int(free_port())
         waited([forked(program_of_rank, size, rank, port, folder) for rank in range(size)], 100)
 
 

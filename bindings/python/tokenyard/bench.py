@@ -465,7 +465,7 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
-    """Refuses options in which ranks differ, and nodes that a network would have to link. Collective."""
+    """Refuses options in which ranks differ. Collective."""
     own = {name: value for name, value in vars(args).items() if name != "json"}
     of_ranks = [json.loads(each) for each in world.all_gather(json.dumps(own).encode())]
     for rank, others in enumerate(of_ranks):
@@ -474,9 +474,6 @@ def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
                 option = f"--{name.replace('_', '-')}"
                 raise Unusable(f"{option} is {others[name]} on rank {rank} and {of_ranks[0][name]} on rank 0: "
                                "give all ranks the same options")
-    if len(world.nodes) > 1:
-        raise Unusable(f"the environment has nodes of {', '.join(map(str, world.nodes))} ranks, and this benchmark has no network "
-                       f"between nodes: set TOKENYARD_NODES={world.size} on one host, or use `tokenyard bench --launch env`")
 
 
 def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock) -> List[Dict[str, Any]]:
@@ -496,7 +493,7 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
     shape = Shape(args.world, args.tokens, args.hidden, args.experts, args.top_k, args.dtype, args.layout, args.seed)
     with torch.cuda.stream(stream):
         rank = Rank(world, shape, args.mode, device, lock, sms)
-        found = measure(rank, args.iters, args.warmup, args.check)
+        found = {**measure(rank, args.iters, args.warmup, args.check), "nodes": world.nodes}
         gathered = [json.loads(each) for each in world.all_gather(json.dumps(found).encode())]
         world.barrier()
     return gathered
@@ -533,6 +530,7 @@ def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, A
         "device": args.device,
         "device_name": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "world": args.world,
+        "nodes": ranks[0]["nodes"],
         "launch": args.launch,
         **shape,
         "combine_dtype": "bf16" if args.dtype == "fp8" else args.dtype,
