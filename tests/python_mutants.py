@@ -167,7 +167,7 @@ MUTANTS = [
      "test_bench.py"),
     ("options of ranks not compared", BENCH, "if others[name] != of_ranks[0][name]:", "if False:", "test_bench.py"),
     ("a reader that has gone an error", PROGRAM, "if not isinstance(error, BrokenPipeError):", "if error:", "test_program.py"),
-    ("a group's ranks on the GPUs of others", GROUPS, "else job[0] if job[1] != size", "else rank if job[1] != size", "test_torch.py"),
+    ("a group's ranks on the GPUs of others", GROUPS, "part = job[0] %", "part = rank %", "test_torch.py"),
     ("a network that one rank could not open", HOSTS, 'if each["failed"] and proxy is not None:', "if proxy is None:",
      "test_hosts.py"),
     ("a proxy whose peers have gone", HOSTS, 'if all(number in each["have"] for each in ranks)]', "if number in fit]",

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 import types
 
 import pytest

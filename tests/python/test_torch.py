@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import Case, in_ranks
+from rig import Case, free_port, in_ranks
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch

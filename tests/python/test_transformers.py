@@ -19,6 +19,7 @@ import traceback
 import weakref
 
 import pytest
+from rig import free_port
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch
@@ -428,7 +429,7 @@ def unusable_routing(layer, rank, wrong_rank, x, ids, w, shared):
         text = f"choice 1 of token {1 if shared else 5} names expert {EXPERTS + 2},"
         with pytest.raises(tokenyard.RoutingError, match=text) as raised:
             layer.experts(x, wrong, w)
-        assert raised.value.dispatched is None
+        assert not hasattr(raised.value, "dispatched")
     else:
         # Nothing of the slice was sent.
         wanted = torch.cat((right[:4], torch.zeros_like(right[4:]))) if shared else right

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from test_vllm import TOP_K, Layer, communicator, config_of, configured, load, moe_of, quantised
+from test_vllm import TOP_K, Layer, communicator, config_of, configured, load, moe_of, now, quantised
 from vllm_rig import in_forks, torch
 
 CASES = ["arguments", "experts", "hidden", "timeout", "elastic", "steps", "sms", "delegated", "microbatches configured"]
@@ -89,13 +89,6 @@ class Stage:
 
     def trip(self):
         self.check(self.back(self.there())[0])
-
-
-def ended(started):
-    hook, receiver = started if isinstance(started, tuple) else (None, started)
-    if hook is not None:
-        hook()
-    return receiver()
 
 
 def arguments(rank, ranks):
@@ -341,18 +334,18 @@ def order(rank, ranks, format):
         stage.there(wait=True)
     with pytest.raises(RuntimeError, match="finalize: expected one after each prepare"):
         stage.cls.finalize(*finalize)
-    got = ended(started)
+    got = now(started)
     with pytest.raises(ValueError, match="received already"):
-        ended(started)
+        now(started)
     out, receiver = stage.back(got, wait=True)
     with pytest.raises(RuntimeError, match="finalize: expected one after each prepare"):
         stage.back(got)
     # A further dispatch may go between the halves of a combine.
     got = stage.there()
-    ended(receiver)
+    now(receiver)
     stage.check(out)
     with pytest.raises(ValueError, match="received already"):
-        ended(receiver)
+        now(receiver)
     # One that is never combined.
     got = stage.there()
     stage.check(stage.back(got)[0])
@@ -376,9 +369,22 @@ def retried(rank, ranks, format):
 
     context.dispatch_recv = interrupted
     with pytest.raises(KeyboardInterrupt):
-        ended(started)
+        now(started)
     context.dispatch_recv = receive
-    stage.check(stage.back(ended(started))[0])
+    stage.check(stage.back(now(started))[0])
+
+    def late(*given):
+        raised = KeyboardInterrupt()
+        raised.handle = receive(*given)
+        raise raised
+
+    # One that comes after it took place is raised with what it made.
+    started = stage.there(wait=True)
+    context.dispatch_recv = late
+    with pytest.raises(KeyboardInterrupt) as raised:
+        now(started)
+    context.dispatch_recv = receive
+    stage.check(stage.back(raised.value.dispatched)[0])
 
 
 def columns(rank, ranks, format):
@@ -553,7 +559,7 @@ def microbatches(rank, ranks, format, kind, fails=None):
         except BaseException as failure:
             failures.append(failure)
 
-    barrier = threading.Barrier(number + 1)
+    barrier = threading.Barrier(number + 1, timeout=20)
     contexts = ubatching.make_ubatch_contexts(number, compute, comm, [object() for _ in range(number)], barrier)
     for context in contexts:
         context.gpu_comm_done_event, context.gpu_compute_done_event = Event(), Event()

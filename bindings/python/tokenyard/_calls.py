@@ -255,6 +255,7 @@ class AllToAll:
         payload_words: int = 0,
         format: Optional[Format] = None,
         also: Iterable[str] = (),
+        column_major: bool = False,
     ) -> Tuple[Output, Dispatched]:
         """An `Output` with arrays of its own, and these as `Dispatched` without a handle.
 
@@ -263,7 +264,8 @@ class AllToAll:
         `format`: of the call, if it is not the context's. `also`: further outputs, of "row_expert" (int32 `[rows]`: the
         local expert, -1 for a row that is none), "source" (int32 `[rows, 2]`: rank and token), "row_count" (int32
         `[1]`: rows used) and "source_ranges" (int64 `[local experts, ranks]`: where the rows of a rank begin among the
-        expert's, times 2^32, plus how many they are).
+        expert's, times 2^32, plus how many they are). `column_major`: a row's scales lie as far apart as there are rows,
+        rounded up to 4, as DeepGEMM takes them; in the same shape.
         """
         format = format or self._format
         experts = len(self._experts)
@@ -276,14 +278,21 @@ class AllToAll:
         _must_be_number("capacity", capacity)
         _must_be_number("payload_words", payload_words)
         make = _maker(like)
-        made = {name: make(*shape) for name, shape in self.shapes(layout, capacity, format).items()}
+        shapes = self.shapes(layout, capacity, format)
+        column_major = column_major and "scales" in shapes
+        if column_major:
+            (*places, rows, words), kind = shapes["scales"]
+            shapes["scales"] = ((*places, words, -(-rows // 4) * 4), kind)
+        made = {name: make(*shape) for name, shape in shapes.items()}
         if payload_words:
             made["payload"] = make((*made["rows"].shape[:-1], payload_words), "fp32")
         all_rows = experts * capacity if layout == "masked" else capacity
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
         further = {name: make(*sizes[name]) for name in also}
-        output = Output(layout, align=align, **made, **further)
+        output = Output(layout, align=align, column_major=column_major, **made, **further)
+        if column_major:
+            made["scales"] = made["scales"].swapaxes(-1, -2)[..., :rows, :]
         absent = dict.fromkeys(("scales", "offsets", "token_experts", "token_weights"))
         return output, Dispatched(**{**absent, **made}, handle=None, also=further)
 
@@ -358,7 +367,8 @@ class AllToAll:
             # Unusable routing: the dispatch goes on without this rank's tokens.
             sent = found.take(error, "sent")
         try:
-            capacity = self.rows_of_counts(*self.counts(sent), layout=layout, align=align)
+            counts = found.receive(lambda: self.counts(sent))
+            capacity = self.rows_of_counts(*counts, layout=layout, align=align)
             words, format = _words(given["payload"]), given["format"]
             with _owner(x, stream):
                 output, got = self.output(

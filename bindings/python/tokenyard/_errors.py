@@ -21,13 +21,15 @@ class Found:
         return self._error is not None
 
     def take(self, error: BaseException, made: str) -> Any:
-        """What the call made, by its name among the error's fields. An error without it is raised again, as nothing
-        took place, and so is one after which the context has no further calls: what it made is never complete."""
+        """What the call made, by its name among the error's fields, where it is no longer. An error without it is raised
+        again, as nothing took place, and so is one after which the context has no further calls: what it made is never
+        complete."""
         try:
             if not hasattr(error, made) or getattr(error, "fatal", False) or isinstance(error, OrderError):
                 raise error
-            self._error = error
-            return getattr(error, made)
+            self._error, taken = error, getattr(error, made)
+            delattr(error, made)
+            return taken
         finally:
             del error
 
@@ -44,7 +46,7 @@ class Found:
         try:
             return receive()
         except RoutingError as error:
-            if hasattr(error, "handle"):
+            if hasattr(error, "handle") or hasattr(error, "sent"):
                 raise
             self._error = error
         return receive()

@@ -18,6 +18,11 @@ def name_of(tensor: torch.Tensor) -> str:
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether calls with a tensor are captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def device_of(tensor: torch.Tensor) -> str:
     """A tensor's device, as contexts take it."""
     return f"cuda:{tensor.device.index or 0}" if tensor.is_cuda else "cpu"

@@ -47,11 +47,12 @@ def world_of_group(group: Any = None) -> World:
 
     Collective. The group may be of any backend; its own timeout is the deadline. It is used when contexts are built,
     and not by dispatch and combine. `local_rank` is torchrun's LOCAL_RANK; without it, the rank's place among those
-    of its host, or of a group of some of the job's processes the process's rank among all: such a group takes the GPUs
-    of these processes.
+    of its host, or of a group of some of the job's processes the process's rank among all, modulo this host's GPUs: such
+    a group takes the GPUs of these processes.
 
     Raises ValueError in a process that is none of the group's.
     """
+    import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -65,8 +66,10 @@ def world_of_group(group: Any = None) -> World:
 
     stated = os.environ.get("LOCAL_RANK", "")
     job = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (rank, size)
-    # Of some of a job's processes, those of their host that are none of the group are not known.
-    local_rank = int(stated) if stated.isdecimal() else job[0] if job[1] != size else None
+    # Of some of a job's processes, those of their host that are none of the group are not known: hosts have as many ranks
+    # as this one has GPUs.
+    part = job[0] % (torch.cuda.device_count() or job[1]) if job[1] != size else None
+    local_rank = int(stated) if stated.isdecimal() else part
     return world_over(rank, size, all_gather, *job, local_rank)
 
 

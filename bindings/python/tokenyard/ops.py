@@ -228,7 +228,7 @@ def _dispatch(
             # Unusable routing: the dispatch goes on without this rank's tokens, and is received.
             sent = found.take(error, "sent")
         try:
-            counts = ep.counts(sent)
+            counts = found.receive(lambda: ep.counts(sent))
             capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
             made = _made(x, ep, stated, layout, capacity, row_weights, zero)
             output = _output(ep, layout, align, made)

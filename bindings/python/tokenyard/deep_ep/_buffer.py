@@ -10,11 +10,12 @@ import torch
 
 from .. import _eager, _growth
 from .._calls import AllToAll
+from .._hosts import Hosts
 from .._native import Error, Format, Output, World
 from .._tensors import device_of, name_of
 from . import _checks, _config, _planned
 from ._config import Config
-from ._contexts import Kept, LowLatency, Normal, Offered, Wanted
+from ._contexts import Kept, LowLatency, Normal, Offered, Wanted, weights_of
 from ._shared import Event, Rows, Streams, must_divide, world_of
 from .utils import EventHandle, EventOverlap
 
@@ -106,8 +107,9 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
             low_latency_mode, explicitly_destroy, enable_shrink,
         )
-        self._normal = Normal(self._world, self.timeout_seconds, self.round_tokens)
-        self._low_latency = LowLatency(self._world, self.timeout_seconds, enable_shrink)
+        self._hosts = Hosts(self._world)
+        self._normal = Normal(self._hosts, self.timeout_seconds, self.round_tokens)
+        self._low_latency = LowLatency(self._hosts, self.timeout_seconds, enable_shrink)
         self._streams = Streams()
         self._dispatched: Optional[_Hook] = None
         self._combined: Optional[_Hook] = None
@@ -116,7 +118,8 @@ class Buffer:
         """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on. Local; also done
         at the end of a block of `with`."""
         self._normal.close()
-        self._low_latency.close()
+        self._low_latency.clean()
+        self._hosts.close()
         self._dispatched = self._combined = None
         self._world = None
 
@@ -435,7 +438,7 @@ class Buffer:
             _checks.sums_out(out, x, (kept.tokens, kept.format.hidden))
         else:
             out = torch.empty((kept.tokens, kept.format.hidden), dtype=x.dtype, device=x.device)
-        ep, result, weights = kept.ep, out, _weights(kept, topk_weights)
+        ep, result, weights = kept.ep, out, weights_of(kept.ep, topk_weights)
         times = combine_wait_recv_cost_stats
         if self._combined is not None:
             self._combined.before_next()
@@ -785,12 +788,6 @@ def _again(kept: Kept, x: torch.Tensor, scales: Optional[torch.Tensor]) -> Rows:
     row_scales = None if scales is None else scales.new_empty((kept.capacity, scales.shape[1]))
     kept.ep.dispatch_again(kept.handle, x, rows, scales=scales, row_scales=row_scales, format=format)
     return rows if row_scales is None else (rows, row_scales)
-
-
-def _weights(kept: Kept, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Weights as combine takes them: of as many choices as the context has."""
-    missing = kept.ep.top_k - topk_weights.shape[1]
-    return torch.nn.functional.pad(topk_weights, (0, missing)) if missing else topk_weights.contiguous()
 
 
 def _prefixes(source: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -15,16 +15,18 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
 from .._native import Error, Format, Handle, World
-from .._tensors import device_of
-
-
-def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+from .._tensors import capturing, device_of
 
 
 def refuse_capture(x: torch.Tensor) -> None:
-    if _capturing(x):
+    if capturing(x):
         raise RuntimeError("a capture needs a context that is not there: make the same calls once before it, eagerly")
+
+
+def weights_of(ep: AllToAll, weights: torch.Tensor) -> torch.Tensor:
+    """Weights `[tokens, choices]` as combine takes them: of as many choices as the context has."""
+    missing = ep.top_k - weights.shape[1]
+    return torch.nn.functional.pad(weights, (0, missing)) if missing else weights.contiguous()
 
 
 class Unreceived:
@@ -157,7 +159,7 @@ def counted(
     found = Found()
 
     def prepared(sent: Any, later: bool = False) -> Any:
-        experts, sources = ep.counts(sent)
+        experts, sources = found.receive(partial(ep.counts, sent))
         return (later, experts, sources, *receive(ep, experts, sources, later))
 
     def received(sent: Any, prepared: Any) -> Counted:
@@ -177,9 +179,8 @@ def counted(
 class Normal:
     """The context of normal calls."""
 
-    def __init__(self, world: World, timeout: float, round_tokens: int) -> None:
-        self._world, self._timeout, self._round_tokens = world, timeout, round_tokens
-        self._hosts = Hosts(world)
+    def __init__(self, hosts: Hosts, timeout: float, round_tokens: int) -> None:
+        self._hosts, self._timeout, self._round_tokens = hosts, timeout, round_tokens
         self._made: Optional[Tuple[Wanted, int, AllToAll]] = None
         self.dispatches, self.combines = Unreceived(), Unreceived()
 
@@ -226,7 +227,6 @@ class Normal:
         self._made = None
         self.dispatches.drop()
         self.combines.drop()
-        self._hosts.close()
 
     def _make(self, wanted: Wanted, tokens: int, sms: Optional[int]) -> AllToAll:
         before = 0 if self._made is None else self._made[1]
@@ -236,8 +236,8 @@ class Normal:
                 words=max(wanted.words, self._made[0].words),
             )
         # With an expert named several times, tokens times choices of a rank are at most 2^20.
-        room = _growth.room(self._world, tokens, before, (1 << 20) // wanted.choices)
-        ranks, experts = self._world.size, wanted.experts
+        room = _growth.room(self._hosts.world, tokens, before, (1 << 20) // wanted.choices)
+        ranks, experts = self._hosts.world.size, wanted.experts
         dtype = "fp32" if wanted.fp32 else "bf16"
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._made = None
@@ -255,8 +255,8 @@ class Normal:
 class LowLatency:
     """The context of low-latency calls."""
 
-    def __init__(self, world: World, timeout: float, shrinks: bool) -> None:
-        self._hosts, self._timeout, self._shrinks = Hosts(world), timeout, shrinks
+    def __init__(self, hosts: Hosts, timeout: float, shrinks: bool) -> None:
+        self._hosts, self._timeout, self._shrinks = hosts, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
         self.shapes: Dict[Optional[str], Any] = {}
         """Of dispatches of the context that is there, by the kind of their scales."""
@@ -292,11 +292,6 @@ class LowLatency:
         """The next call, of all ranks, makes a new one, whose mask is empty."""
         self._made = None
         self.shapes.clear()
-
-    def close(self) -> None:
-        """Gives the context up, for good."""
-        self.clean()
-        self._hosts.close()
 
 
 class Kept(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
+from .._hosts import Hosts
 from .._native import World
 from .._tensors import name_of
 from . import _checks, _config
@@ -139,13 +140,15 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self._choices = num_topk
-        self._normal = Normal(self._world, float(num_gpu_timeout_secs), self.round_tokens)
+        self._hosts = Hosts(self._world)
+        self._normal = Normal(self._hosts, float(num_gpu_timeout_secs), self.round_tokens)
         self._streams = Streams()
 
     def destroy(self) -> None:
         """Gives up the context, once no handle of it is alive. Calls are refused from now on. Local; also done
         at the end of a block of `with`."""
         self._normal.close()
+        self._hosts.close()
         self._world = None
 
     def __enter__(self) -> ElasticBuffer:

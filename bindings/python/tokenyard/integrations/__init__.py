@@ -6,10 +6,9 @@ Each imports its framework only when it is used.
 from __future__ import annotations
 
 
-def seconds(timeout: float) -> float:
-    """The time for which calls wait for other ranks. Refuses what is none."""
+def seconds(timeout: float) -> None:
+    """Refuses what is no time for which calls wait for other ranks."""
     if not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout is of another type: expected seconds, got {type(timeout).__name__}")
     if not 0 < timeout <= 1e9:
         raise ValueError(f"timeout is {timeout}: expected seconds above 0, up to 1e9, got {timeout}")
-    return timeout

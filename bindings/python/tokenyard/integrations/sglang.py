@@ -38,10 +38,11 @@ import torch
 from .. import _growth
 from .._calls import AllToAll
 from .._errors import Found
+from .._hosts import Hosts
 from .._native import CombineSent, Error, Format, Handle, Output, RoutingError, Sent
 from .._tensors import TYPES, device_of, name_of
 from .._worlds import World
-from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted
+from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted, weights_of
 from . import seconds
 
 __all__ = ["TESTED_VERSIONS", "install", "plugin"]
@@ -163,16 +164,15 @@ class _Dispatchers:
 class _Exchange:
     """The contexts of a micro-batch for one shape: for prefill, and for decode."""
 
-    def __init__(self, world: World, timeout: float) -> None:
-        self.normal = Normal(world, timeout, _ROUND_TOKENS)
-        self._world, self._timeout = world, timeout
+    def __init__(self, hosts: Hosts, timeout: float) -> None:
+        self.normal = Normal(hosts, timeout, _ROUND_TOKENS)
+        self._hosts, self._timeout = hosts, timeout
         self._low_latency: Dict[int, LowLatency] = {}
 
     def low_latency(self, choices: int) -> LowLatency:
         """For tokens of so many choices. Contexts stay: graphs of other layers have captured them."""
         if choices not in self._low_latency:
-            # Collective between hosts, as all ranks make it in the same call.
-            self._low_latency[choices] = LowLatency(self._world, self._timeout, False)
+            self._low_latency[choices] = LowLatency(self._hosts, self._timeout, False)
         return self._low_latency[choices]
 
 
@@ -319,8 +319,7 @@ class _Dispatcher:
         if weighted is not None:
             if not isinstance(weights, torch.Tensor) or weights.shape != weighted:
                 raise ValueError(f"topk_weights of combine_input: expected {[*weighted]}, got {_kind(weights)}")
-            missing = ep.top_k - weights.shape[1]
-            given["topk_weights"] = torch.nn.functional.pad(weights.float(), (0, missing)).contiguous()
+            given["topk_weights"] = weights_of(ep, weights.float())
         out = torch.empty((handle.tokens, self._hidden), dtype=rows.dtype, device=rows.device)
         stream = self._overlapped(rows)
         # Kernels of the experts were compiled since the dispatch, for longer than others wait.
@@ -382,12 +381,12 @@ class _Dispatcher:
     def _exchange(self, device: str) -> _Exchange:
         """The contexts that layers of this shape share, kept where SGLang keeps its buffers."""
         shared = self._engine.get_resources().buffers.setdefault("tokenyard", {})
-        worlds, exchanges = shared.setdefault("worlds", {}), shared.setdefault("exchanges", {})
-        if self._group not in worlds:
-            worlds[self._group] = World.from_group(self._group)
+        hosts, exchanges = shared.setdefault("hosts", {}), shared.setdefault("exchanges", {})
+        if self._group not in hosts:
+            hosts[self._group] = Hosts(World.from_group(self._group))
         key = (self._group, self._index, self._hidden, self._experts, self._room, device, self._timeout)
         if key not in exchanges:
-            exchanges[key] = _Exchange(worlds[self._group], self._timeout)
+            exchanges[key] = _Exchange(hosts[self._group], self._timeout)
         made: _Exchange = exchanges[key]
         return made
 
@@ -432,8 +431,6 @@ class _Dispatcher:
         try:
             handle = found.receive(lambda: call.ep.dispatch_recv(call.sent, output))
         except BaseException as error:
-            if getattr(error, "fatal", False):
-                raise
             # It took place, also before a Ctrl-C in its wait.
             handle = found.take(error, "handle")
         weighted = None if isinstance(call, _Prefill) else call.tokens.weights.shape
@@ -445,17 +442,23 @@ class _Dispatcher:
             # The only reference beside `self._sent`: a context that is too small goes before the new one is made.
             call: _Prefill = self._sent
             x, ids, _weights = call.tokens
-            experts, sources = call.ep.counts(call.sent)
+            experts, sources = call.found.receive(functools.partial(call.ep.counts, call.sent))
             output, got = call.ep.output(x, layout="token", capacity=sum(sources), format=call.format)
             if experts.pop() == 0:
                 break
             # Some rank has more tokens than this context has room for.
+            try:
+                call.found.receive(functools.partial(call.ep.dispatch_recv, call.sent, output))
+            except BaseException as error:
+                # Also before a Ctrl-C in its wait, which is raised with the results. Otherwise nothing took place.
+                call.found.take(error, "handle")
             self._sent = None
-            call.found.receive(functools.partial(call.ep.dispatch_recv, call.sent, output))
-            tokens, fp8 = call.tokens, call.fp8
+            tokens, fp8, found = call.tokens, call.fp8, call.found
             del call, output, got
             self._exchange(device_of(x)).normal.grow(x, None)
             self._sent = self._send_prefill(tokens, fp8)
+            if found and not self._sent.found:
+                self._sent = self._sent._replace(found=found)
         found = self._received(call, output)
         align = 128 if self._engine.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1
         counts: List[int] = [-(-rows // align) * align for rows in experts]
@@ -486,20 +489,13 @@ class _Dispatcher:
             self._hidden, self._room, dtype="fp8" if fp8 else name_of(x), scales=scales, quantize=fp8,
             combine_dtype=name_of(x), weights="combine",
         )
-        local, capacity = len(ep.local_experts), self._ranks * self._room
-        rows = torch.empty((local, capacity, self._hidden), dtype=TYPES[format.dtype], device=x.device)
-        counts = torch.empty(local, dtype=torch.int32, device=x.device)
-        words: Optional[torch.Tensor] = None
-        if scales is not None:
-            # The row's number first, and columns 16 bytes apart or a multiple, as DeepGEMM's TMA asks.
-            columns, word = (128, torch.float32) if scales == "fp32" else (512, torch.int32)
-            shape = (local, -(-self._hidden // columns), -(-capacity // 4) * 4)
-            words = torch.empty(shape, dtype=word, device=x.device)
-        output = Output("masked", rows, counts, scales=words, column_major=words is not None)
-        row_scales = None if words is None else words.transpose(1, 2)[:, :capacity]
+        # Scales as DeepGEMM's TMA asks.
+        output, got = ep.output(
+            x, layout="masked", capacity=self._ranks * self._room, format=format, column_major=True
+        )
         return self._send(
             lambda: ep.dispatch_send(x, tokens.ids, format=format),
-            lambda sent, found: _Decode(tokens, ep, sent, output, rows, row_scales, counts, found), tokens.ids,
+            lambda sent, found: _Decode(tokens, ep, sent, output, got.rows, got.scales, got.counts, found), tokens.ids,
         )
 
     def _receive_decode(self) -> Any:

@@ -44,7 +44,7 @@ from .._errors import Found
 from .._growth import named, notice, placement, renumber, room
 from .._hosts import Hosts
 from .._native import RoutingError
-from .._tensors import device_of, name_of
+from .._tensors import capturing, device_of, name_of
 from .._worlds import World
 from . import seconds
 
@@ -176,11 +176,10 @@ def _whole(tensor: torch.Tensor, mesh: Any, tokens: int) -> torch.Tensor:
 
 
 class _Group:
-    """A group's world."""
+    """A group's hosts."""
 
     def __init__(self, group: Any, number: int) -> None:
-        self.world, self.number = World.from_group(group), number
-        self.hosts = Hosts(self.world)
+        self.hosts, self.number = Hosts(World.from_group(group)), number
 
 
 # By the group, and by what contexts are for. Entries go with the last layer that uses them.
@@ -220,10 +219,10 @@ class _Exchange:
         """What came, with router weights, and the local expert of each row `[rows, 1]`. `found`: gets the error of
         routing by which this rank sent nothing."""
         _group, _hidden, experts, top_k, _dtype, _device = self.wanted
-        ranks, capturing = self._group.world.size, x.is_cuda and torch.cuda.is_current_stream_capturing()
+        ranks = self._group.hosts.world.size
         given, ids = ids, named(ids, experts, ranks)
         x, weights = x.contiguous(), weights.float().contiguous()
-        if capturing:
+        if capturing(x):
             if self._ep is None or x.shape[0] > self._room:
                 raise RuntimeError(
                     f"hidden_states is captured: expected at most the {self._room} tokens of earlier calls, "
@@ -269,8 +268,8 @@ class _Exchange:
     def _make(self, tokens: int) -> None:
         """Makes a context for the most tokens that any rank has now. Collective."""
         _group, hidden, experts, top_k, dtype, device = self.wanted
-        world = self._group.world
-        most = room(world, tokens, self._room)
+        world = self._group.hosts.world
+        most = room(world, tokens, self._room, _CHOICES // top_k)
         # Its memory first, as the new one may need it. Handles keep it as long as they live.
         self._ep = None
         self._ep = self._group.hosts.context(

@@ -17,7 +17,7 @@ hidden size until a row has a multiple of 16 bytes; where fp8 rows travel, it is
 several hosts. Not taken: elastic expert parallelism, which is refused with the configuration.
 
 Errors. What a call cannot take is refused with an exception that names the argument, before anything is sent. An id
-that no expert has raises `RoutingError` from the receiver: the dispatch took place without this rank's tokens, the
+that no expert has raises `RoutingError` from the receiver, on a GPU perhaps from a later call: the dispatch took place without this rank's tokens, the
 exception has the receiver's result as `dispatched`, and `finalize` is to follow, as the other ranks wait for it. Work
 in CUDA graphs raises nothing; what it found is raised at the beginning of the worker's next step.
 """
@@ -37,10 +37,11 @@ import torch
 from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
-from .._native import Error, Format, Handle, Output, Sent
-from .._tensors import TYPES
+from .._native import Format, Handle, Output, Sent
+from .._tensors import TYPES, capturing as _capturing
 from .._worlds import World
-from . import _vllm_microbatches
+from ..deep_ep._contexts import weights_of
+from . import _vllm_microbatches, seconds
 
 __all__ = ["HIGH_THROUGHPUT", "LOW_LATENCY", "TESTED_VERSIONS", "plugin", "register"]
 
@@ -81,8 +82,8 @@ def register(*, timeout: Optional[float] = None) -> None:
     earlier call stated, or else 600. Raises `ImportError` where vLLM lacks what is extended; then nothing has been
     changed.
     """
-    if timeout is not None and not 0 < timeout <= 1e9:
-        raise ValueError(f"timeout is {timeout}: expected seconds above 0, up to 1e9, got {timeout}")
+    if timeout is not None:
+        seconds(timeout)
     found = _Vllm()
     if timeout is not None:
         _TIMEOUT[0] = timeout
@@ -101,7 +102,6 @@ class _Vllm:
             self.backends: Any = parallel.All2AllBackend
             self.parallel_config: Any = parallel.ParallelConfig
             self.vllm_config: Any = config.VllmConfig
-            self.configs: List[Any] = [parallel.ParallelConfig, config.VllmConfig]
             self.finish_config: Callable[..., None] = config.VllmConfig.__post_init__
             self.current_config: Callable[[], Any] = config.get_current_vllm_config_or_none
             self.moe_config: Any = importlib.import_module(f"{_LAYERS}.config").FusedMoEParallelConfig
@@ -162,7 +162,7 @@ class _Vllm:
         """Makes the changes. None of them does anything where another backend is chosen."""
         self.backends.__args__ = (*self.backends.__args__, *_NAMES)
         self.vllm_config.__post_init__ = _with_microbatches(self.finish_config)
-        for config in self.configs:
+        for config in (self.parallel_config, self.vllm_config):
             self.rebuild(config, force=True)
         # Choices of arguments are kept from the first parser on.
         choices = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
@@ -320,10 +320,6 @@ class _Manager:
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
         super().__init__(cpu_group, tcp_store_group)  # type: ignore[call-arg]
-        if tcp_store_group is not None:
-            raise NotImplementedError(
-                "tcp_store_group: expected None, as ranks of these backends stay the same, got one of elastic ranks"
-            )
         self._hosts: Optional[Hosts] = None
         self._contexts: Dict[Tuple[Any, ...], List[AllToAll]] = {}
         self._microbatches, self._sms, self._low_latency = 1, None, False
@@ -444,10 +440,6 @@ def _of_tensor(quant_config: Any) -> bool:
     )
 
 
-def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class _Kept(NamedTuple):
     """A dispatch that was received and not combined yet."""
 
@@ -549,8 +541,9 @@ class _Both:
     def _receive(self, microbatch: int, sent: Sent, output: Output, shape: Tuple[int, ...], found: Found) -> None:
         """Receives a dispatch, and keeps its handle for `finalize`."""
         try:
-            handle = self._contexts[microbatch].dispatch_recv(sent, output)
-        except Error as error:
+            handle = found.receive(lambda: self._contexts[microbatch].dispatch_recv(sent, output))
+        except BaseException as error:
+            # It took place, also before a Ctrl-C in its wait.
             handle = found.take(error, "handle")
         self._kept[microbatch] = _Kept(handle, shape)
 
@@ -612,17 +605,19 @@ class _Both:
         if missing:
             # Experts that drop the padding of the hidden size.
             rows = torch.nn.functional.pad(rows, (0, missing))
-        rows = rows.contiguous()
-        sent = ep.combine_send(rows, kept.handle, topk_weights=weights)
+        rows, found = rows.contiguous(), Found()
+        # On a GPU an error of the dispatch may come in place of either half, which is then made again.
+        sent = found.receive(lambda: ep.combine_send(rows, kept.handle, topk_weights=weights))
         self._kept[microbatch] = None
         held = [rows, weights, kept]
 
         def receive() -> None:
             sums = out if not missing and out.is_contiguous() else out.new_empty((out.shape[0], ep.format.hidden))
-            ep.combine_recv(sent, sums)
+            found.receive(lambda: ep.combine_recv(sent, sums))
             if sums is not out:
                 out.copy_(sums[:, : out.shape[1]])
             held.clear()
+            found.raise_with(None)
 
         return receive
 
@@ -641,15 +636,6 @@ def _must_weigh(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
             f"topk_weights is of another shape: expected that of topk_ids, {[*topk_ids.shape]}, "
             f"got {[*topk_weights.shape]}"
         )
-
-
-def _send(found: Found, ep: AllToAll, *given: Any, **named: Any) -> Sent:
-    """The sending half of a dispatch, which is received also where routing is unusable: other ranks go on."""
-    try:
-        return ep.dispatch_send(*given, **named)
-    except Error as error:
-        sent: Sent = found.take(error, "sent")
-        return sent
 
 
 class _Standard(_Both):
@@ -679,7 +665,10 @@ class _Standard(_Both):
         capturing = _capturing(x)
         batches.dbo_yield_and_switch_from_compute_to_comm()
         self._lent(x, weights, ids, scales)
-        sent = _send(found, ep, x, ids, weights, scales=scales, format=format, counts=not capturing)
+        # Received also where routing is unusable: other ranks go on.
+        sent: Sent = found.sending(
+            lambda: ep.dispatch_send(x, ids, weights, scales=scales, format=format, counts=not capturing)
+        )
         most, choices, dtype, held = x.shape[0], ids.shape[1], ids.dtype, [x, weights, ids, scales]
 
         def receive() -> Any:
@@ -688,7 +677,7 @@ class _Standard(_Both):
                 # Ranks that replay graphs together have as many tokens as this one: vLLM pads them.
                 capacity = self._ranks * most
             else:
-                counts, sources = ep.counts(sent)
+                counts, sources = found.receive(lambda: ep.counts(sent))
                 capacity = sum(sources)
             output, got = ep.output(a1, layout="token", capacity=capacity, format=format)
             self._receive(microbatch, sent, output, (capacity,), found)
@@ -794,16 +783,8 @@ class _Batched(_Both):
         if self._fp8:
             format = ep.formats[2 if self._packed else 1]
         experts, capacity = len(ep.local_experts), self._ranks * format.max_tokens
-        rows = torch.empty((experts, capacity, format.hidden), dtype=TYPES[format.dtype], device=x.device)
-        counts = torch.empty(experts, dtype=torch.int32, device=x.device)
-        words: Optional[torch.Tensor] = None
-        if self._fp8:
-            # The row's number lies last, and columns begin at multiples of 16 bytes.
-            columns, word = (4 * _BLOCK, torch.int32) if self._packed else (_BLOCK, torch.float32)
-            shape = (experts, -(-format.hidden // columns), -(-capacity // 4) * 4)
-            words = torch.empty(shape, dtype=word, device=x.device)
-        output = Output("masked", rows, counts, scales=words, column_major=words is not None)
-        sent = _send(found, ep, x, ids, format=format)
+        output, got = ep.output(x, layout="masked", capacity=capacity, format=format, column_major=True)
+        sent: Sent = found.sending(lambda: ep.dispatch_send(x, ids, format=format))
         held = [x, ids]
 
         def hook() -> None:
@@ -813,12 +794,10 @@ class _Batched(_Both):
         def receive() -> Any:
             if held:
                 hook()
-            meta = self._modular.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
-            made: Tuple[torch.Tensor, Optional[torch.Tensor]]
-            if words is not None:
-                made = (rows, words.transpose(1, 2)[:, :capacity])
-            else:
-                made = self._quantised(rows, counts, quant_config)
+            meta = self._modular.ExpertTokensMetadata(expert_num_tokens=got.counts, expert_num_tokens_cpu=None)
+            made: Tuple[torch.Tensor, Optional[torch.Tensor]] = (got.rows, got.scales)
+            if not self._fp8:
+                made = self._quantised(got.rows, got.counts, quant_config)
             prepared = (*made, meta, None, None)
             found.raise_with(prepared)
             return prepared
@@ -859,7 +838,7 @@ class _Batched(_Both):
             raise ValueError(
                 f"topk_weights is of another shape: expected [{output.shape[0]}, up to {top_k}], got {[*weights.shape]}"
             )
-        weights = torch.nn.functional.pad(weights.float(), (0, top_k - weights.shape[1])).contiguous()
+        weights = weights_of(self._contexts[0], weights.float())
         # The other microbatch's half, which was sent before this one.
         self._batches.dbo_maybe_run_recv_hook()
         return self._return(fused_expert_output, output, weights), lambda: None
