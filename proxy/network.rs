@@ -55,8 +55,10 @@ impl NetworkConfig {
     /// network.
     ///
     /// # Errors
-    /// `Transport` if the network is not there, or opens nothing; as each network's endpoint.
+    /// `Config` for a field that this network has no use for; `Transport` if the network is not there, or opens
+    /// nothing; as each network's endpoint.
     pub fn open(&self, world: &World) -> Result<AnyTransport> {
+        self.must_serve()?;
         let provider = match self.network {
             Network::Verbs => {
                 let (devices, nics, gpu) = (self.names.clone(), self.nics, self.gpu);
@@ -76,6 +78,21 @@ impl NetworkConfig {
         (config.source, config.gpu) = (self.source.clone(), self.gpu);
         Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?))
     }
+
+    /// Refuses what this network would leave unread.
+    fn must_serve(&self) -> Result<()> {
+        let simulated_nics = SimConfig::hostile(self.seed).nics.len();
+        let on_devices = matches!(self.network, Network::Verbs | Network::Efa);
+        let given = [
+            ("nics", self.nics > simulated_nics, self.network != Network::Simulated),
+            ("names", !self.names.is_empty(), on_devices),
+            ("source", self.source.is_some(), self.network == Network::Tcp),
+            ("gpu", self.gpu.is_some(), on_devices),
+        ];
+        let Some((name, ..)) = given.into_iter().find(|(_, given, serves)| *given && !serves) else { return Ok(()) };
+        let value = format!("given for {:?}", self.network);
+        Err(Error::config(name, value, "leave it out, or use another network"))
+    }
 }
 
 /// Rank 0's random number, by which ranks of a simulated network know each other. Collective.
@@ -87,4 +104,40 @@ fn token(world: &World) -> Result<Vec<u8>> {
     world.agree("token of a simulated network", drawn.as_ref().err())?;
     drawn?;
     Ok(world.all_gather("token of a simulated network", &own)?.into_iter().next().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_that_a_network_would_leave_unread_are_refused() {
+        let given = |network, set: fn(&mut NetworkConfig)| {
+            let mut config = NetworkConfig::new(network);
+            set(&mut config);
+            config.must_serve().map_err(|error| error.to_string())
+        };
+        let names: fn(&mut NetworkConfig) = |config| config.names = vec!["mlx5_0".to_owned()];
+        let source: fn(&mut NetworkConfig) = |config| config.source = Some("127.0.0.1".to_owned());
+        let gpu: fn(&mut NetworkConfig) = |config| config.gpu = Some(0);
+        let nics: fn(&mut NetworkConfig) = |config| config.nics = 3;
+        let none: fn(&mut NetworkConfig) = |_| {};
+        // What is set, and the networks that use it.
+        let table = [
+            ("names", names, vec![Network::Verbs, Network::Efa]),
+            ("source", source, vec![Network::Tcp]),
+            ("gpu", gpu, vec![Network::Verbs, Network::Efa]),
+            ("nics", nics, vec![Network::Verbs, Network::Efa, Network::Tcp, Network::Shm]),
+            ("", none, vec![Network::Verbs, Network::Efa, Network::Tcp, Network::Shm, Network::Simulated]),
+        ];
+        for (name, set, users) in table {
+            for network in [Network::Verbs, Network::Efa, Network::Tcp, Network::Shm, Network::Simulated] {
+                let refused = given(network, set).err();
+                assert_eq!(refused.is_none(), users.contains(&network), "{name} for {network:?}: {refused:?}");
+                assert!(refused.is_none_or(|text| text.contains(name)), "{name} for {network:?}");
+            }
+        }
+        // As many as the simulated network has.
+        assert_eq!(given(Network::Simulated, |config| config.nics = 2), Ok(()));
+    }
 }

@@ -16,6 +16,7 @@ export CARGO_INCREMENTAL=0
 ahead=
 packages_ahead=
 sanitized_ahead=
+coverage_ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -135,6 +136,14 @@ lint() {
     return 1
   fi
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
+  if wanted coverage; then begin_coverage; fi
+}
+
+# Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
+begin_coverage() {
+  mkdir -p target
+  nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
+  coverage_ahead=$!
 }
 
 # The release build, with the crate of the Python package, so that its wheel builds nothing of the library again.
@@ -283,14 +292,14 @@ skippable() {
 }
 export -f skippable
 
-# The Python tests in parts that take about as long, a command each.
+# The Python tests in parts, a command each, of which the first takes longest.
 parts() {
   local long=(hosts bench errors elastic vllm transformers comparisons deep_ep hybrid nodes sglang)
   local all rest name
   all=$(cd tests/python && printf '%s\n' test_*.py)
-  for name in "${long[@]}"; do echo "$1 tests/python/test_$name.py"; done
   rest=$(grep -v -x -F -f <(printf 'test_%s.py\n' "${long[@]}") <<<"$all" | sed 's#^#tests/python/#')
   echo "$1 $(tr '\n' ' ' <<<"$rest")"
+  for name in "${long[@]}"; do echo "$1 tests/python/test_$name.py"; done
 }
 
 # The Python package: a wheel, its types, and its tests.
@@ -307,18 +316,21 @@ python() {
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
   ls -l target/wheels
   .venv-python/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
-  .venv-python/bin/mypy
-  .venv-python/bin/python -m mypy.stubtest tokenyard._native
-  # Two processes at a time, since most tests wait; those that take longest first. The last two are engines between two
-  # nodes. What is in single quotes is for the shell of each command.
+  # Two processes at a time, since most tests wait; those that take longest first. The last ones are engines between two
+  # nodes, the oldest torch, and types. What is in single quotes is for the shell of each command.
   # shellcheck disable=SC2016
   local nodes='PYTHONPATH=$PWD/tests/python/nodes TOKENYARD_TEST_NODES=2 TOKENYARD_NETWORK=simulated'
   local pytest="skippable .venv-python/bin/python -m pytest -q -rs -p no:cacheprovider"
-  { parts "$pytest"; for engine in sglang vllm; do echo "$nodes $pytest tests/python/test_$engine.py"; done; } | two_at_a_time
-  if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)'; then
-    .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
-    .venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py
-  fi
+  {
+    parts "$pytest"
+    for engine in sglang vllm; do echo "$nodes $pytest tests/python/test_$engine.py"; done
+    if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)' >&2; then
+      .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
+      echo ".venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py"
+    fi
+    echo ".venv-python/bin/mypy"
+    echo ".venv-python/bin/python -m mypy.stubtest tokenyard._native"
+  } | two_at_a_time
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
@@ -375,6 +387,7 @@ mutants() {
 # All Rust tests, with every line counted.
 coverage() {
   say "Rust tests with coverage"
+  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # the next line says why
   bash tests/coverage.sh
 }
 
@@ -384,7 +397,7 @@ if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python c
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi
 # What was begun ahead does not outlive a step that fails.
-trap 'kill $ahead $packages_ahead $sanitized_ahead 2>/dev/null || true' EXIT
+trap 'kill $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
-# tools of the Rust toolchain.
+# tools of the Rust toolchain. With --build it builds them alone, by one job.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,8 +12,6 @@ if [ ! -x "$tools/llvm-cov" ] && ! rustup component add llvm-tools; then
 fi
 
 mkdir -p "$target"
-rm -rf "$target/profiles" "$target/logs"
-mkdir "$target/logs"
 # Of the crate alone: what it depends on is built as ever, and integration tests need the counters' runtime alone.
 wrapper=$target/instrumented
 cat >"$wrapper" <<'END'
@@ -27,6 +25,9 @@ chmod +x "$wrapper"
 # Processes that end write what they counted into one of eight files a program.
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
 build=(cargo test --no-default-features --features cli,c --target-dir "$target" --lib --bins --tests --no-run)
+if [ "${1:-}" = --build ]; then exec "${build[@]}" --jobs 1; fi
+rm -rf "$target/profiles" "$target/logs"
+mkdir "$target/logs"
 "${build[@]}"
 # The program itself stands elsewhere.
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
@@ -48,12 +49,29 @@ first | xargs -P 2 -I '{}' bash -c '
   [ "$status" -eq 0 ] || echo "{} ended with status $status"
   exit "$status"'
 
-# Verbs, in a VM with soft-RoCE. Status 77: this machine lacks something, which was printed; 125: it does not get the
-# VM to run.
-in_vm() {
+# Verbs, in a VM with soft-RoCE, beside what follows, since it keeps one core busy.
+VM_OUT=$target/profiles VM_TIMEOUT=900 tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
+  "$(grep '/verbs-[^/]*$' <<<"$programs")" --test-threads=1 >"$logs/vm.log" 2>&1 &
+vm=$!
+trap 'kill "$vm" 2>/dev/null || true' EXIT
+
+# libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
+over_libfabric2() {
   local status=0
-  VM_OUT=$target/profiles VM_TIMEOUT=900 tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
-    "$(grep '/verbs-[^/]*$' <<<"$programs")" --test-threads=1 || status=$?
+  LLVM_PROFILE_FILE=$target/profiles/libfabric2-%8m.profraw tests/libfabric2.sh \
+    "$(grep '/transport-[^/]*$' <<<"$programs")" libfabric::tcp:: libfabric::shm_between_processes || status=$?
+  [ "$status" -eq 77 ] || return "$status"
+}
+over_libfabric2
+
+# The documentation's tests link with the crate as it was built above.
+RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$target" --doc
+
+# Status 77: this machine lacks something, which was printed; 125: it does not get the VM to run.
+vm_ended() {
+  local status=0
+  wait "$vm" || status=$?
+  cat "$logs/vm.log"
   case $status in
     0 | 77) return 0 ;;
     125)
@@ -68,19 +86,8 @@ in_vm() {
   esac
   return "$status"
 }
-in_vm
+vm_ended
 
-# libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
-over_libfabric2() {
-  local status=0
-  LLVM_PROFILE_FILE=$target/profiles/libfabric2-%8m.profraw tests/libfabric2.sh \
-    "$(grep '/transport-[^/]*$' <<<"$programs")" libfabric::tcp:: libfabric::shm_between_processes || status=$?
-  [ "$status" -eq 77 ] || return "$status"
-}
-over_libfabric2
-
-# The documentation's tests link with the crate as it was built above.
-RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$target" --doc
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
 # Programs in C run this one.

@@ -719,7 +719,8 @@ def check_texts():
 
 def prepare(mutants):
     """Builds the tree in as many places, and demands that what is run against the mutants passes without any."""
-    workers = [Worker(number) for number in range(WORKERS)]
+    # Few do not make up for a further tree, which takes as long as some eight of them.
+    workers = [Worker(number) for number in range(min(WORKERS, 1 + len(mutants) // 8))]
     for worker in workers:
         worker.copy()
     waiting, problems = queue.SimpleQueue(), []

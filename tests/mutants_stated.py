@@ -2,6 +2,10 @@
 program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
 
 GROUPS = [
+    ("unit", "proxy::network::", [
+        ("a source that no network reads is taken", "proxy/network.rs", '("source", self.source.is_some(),', '("source", false,'),
+        ("verbs takes a source", "proxy/network.rs", "self.network == Network::Tcp)", "self.network != Network::Simulated)"),
+    ]),
     ("unit", "api::counts::", [
         ("counts of any dispatch are taken", "bindings/api/counts.rs",
          "(word >> 32 == u64::from(self.number))", "(word >> 32 != 0)"),

@@ -1,25 +1,30 @@
 #!/usr/bin/env python3
-"""Plants one-line bugs in the Python package, one at a time, and demands that its tests catch each.
+"""Plants one-line bugs in the Python package, each in a copy of its own, and demands that its tests catch each.
 
 A mutant is a named (file, original text, mutated text, tests). The text must occur exactly once, so that a mutant cannot
 rot in silence. Needs an interpreter in which the package and pytest are installed (--python, .venv-python by default).
 Files of Python are changed in a copy of the installed package; for those of Rust the extension module is built again,
-which needs cargo. Prints a table; exit status 0 only if all whose tests
-ran were caught. Arguments: names of mutants to run alone; or
---one-in N for every Nth one, from a first that the table decides; or --check, which only looks at the table.
+which needs cargo. Two at a time. Prints a table; exit status 0 only if all whose tests ran were caught. Arguments: names
+of mutants to run alone; or --one-in N for every Nth one, from a first that the table decides; or --check, which only looks
+at the table.
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
+WORKERS = min(os.cpu_count() or 1, 2)
+BUILDING = threading.Lock()
 PACKAGE, NATIVE = "bindings/python/tokenyard", "bindings/python/src"
 CALLS, OPS, TOP = f"{PACKAGE}/_calls.py", f"{PACKAGE}/ops.py", f"{PACKAGE}/__init__.py"
 SGLANG, VLLM, TRANSFORMERS = (f"{PACKAGE}/integrations/{name}.py" for name in ("sglang", "vllm", "transformers"))
@@ -123,7 +128,6 @@ MUTANTS = [
     ("dropped rows brought by a handle", HYBRID, "_cut(again, routed.rows, rows)", "_cut(again, routed.kept.capacity, rows)", PERMUTED),
     ("rows of no token not cleared", OPS, "rows = torch.zeros(shape", "rows = torch.ones(shape", OPERATORS),
     ("gradients through weights that are lost", OPS, 'if kept.value.format.weights == "none" or (', "if True or (", OPERATORS),
-    ("lost gradients not refused", OPS, "if torch.is_grad_enabled() and any(", "if False and any(", OPERATORS),
     ("handles kept for good", OPS, "            del _KEPT[key]", "            pass", OPERATORS),
     ("capacity for one choice of each token", CALLS, "min(self._top_k, experts)", "1", PLAIN),
     ("counts taken without their alignment", CALLS, "sum(-(-rows // align) * align for rows in experts)", "sum(experts)", PLAIN),
@@ -174,6 +178,9 @@ MUTANTS = [
      "test_hosts.py"),
     ("no proxy beside a full one", HOSTS, 'if any(each["full"] for each in self._exchange({"full": full})):',
      'if self._exchange({"full": full}) is None:', "test_hosts.py"),
+    ("the members' all-gather left out", f"{NATIVE}/worlds.rs", "let Some(all_gather) = all_gather else {",
+     "let Some(all_gather) = all_gather.filter(|_| false) else {", "test_nodes.py"),
+    ("lost gradients not refused", f"{PACKAGE}/_tensors.py", "tensor.requires_grad for tensor", "tensor.is_complex() for tensor", "test_ops.py"),
     ("terms of the first rank alone", HOSTS, "if len(set(terms)) > 1:", "if len(terms) < 1:", "test_hosts.py"),
     ("nodes counted by the group's ranks", GROUPS, 'nodes[each["rank"] if len(nodes) == job else rank]', "nodes[rank]",
      "test_hosts.py"),
@@ -191,7 +198,7 @@ def checked(name, file, old):
 
 
 def built(file, text):
-    """The extension module of a tree with this text, in a copy of the repository."""
+    """The extension module of a tree with this text, in a copy of the repository. One at a time."""
     tree = PLACE / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -209,17 +216,18 @@ def built(file, text):
     return PLACE / "target" / "release" / "lib_native.so"
 
 
-def survives(python, mutant):
-    """Whether the tests pass with the mutant; None if all of them were skipped."""
+def survives(python, mutant, place):
+    """Whether the tests pass with the mutant; None if all of them were skipped. Works in the folder `place`."""
     name, file, old, new, tests = mutant
     text = checked(name, file, old).replace(old, new)
     installed = subprocess.run([python, "-c", "import tokenyard; print(tokenyard.__path__[0])"], check=True,
                                capture_output=True, text=True).stdout.strip()
-    site = PLACE / "site"
+    site = place / "site"
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(installed, site / "tokenyard")
     if file.endswith(".rs"):
-        shutil.copy2(built(file, text), site / "tokenyard" / "_native.abi3.so")
+        with BUILDING:
+            shutil.copy2(built(file, text), site / "tokenyard" / "_native.abi3.so")
     else:
         (site / file.removeprefix("bindings/python/")).write_text(text, encoding="utf-8")
     command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
@@ -254,13 +262,24 @@ def main():
         sys.exit(f"no mutant is called {', '.join(sorted(unknown))}")
     first = int(hashlib.sha256(repr(MUTANTS).encode()).hexdigest(), 16) % given.one_in
     chosen = [mutant for mutant in MUTANTS if mutant[0] in given.names] or MUTANTS[first :: given.one_in]
+    places = queue.SimpleQueue()
+    for worker in range(WORKERS):
+        places.put(PLACE / f"worker-{worker}")
+
+    def judged(mutant):
+        place, start = places.get(), time.monotonic()
+        try:
+            return mutant[0], survives(given.python, mutant, place), time.monotonic() - start
+        finally:
+            places.put(place)
+
     missed, skipped = [], 0
-    for mutant in chosen:
-        start = time.monotonic()
-        alive = survives(given.python, mutant)
-        missed += [mutant[0]] * bool(alive)
-        skipped += alive is None
-        print(f"{'skipped' if alive is None else 'SURVIVES' if alive else 'caught':8} {time.monotonic() - start:5.0f} s  {mutant[0]}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as workers:
+        for name, alive, seconds in workers.map(judged, chosen):
+            missed += [name] * bool(alive)
+            skipped += alive is None
+            said = "skipped" if alive is None else "SURVIVES" if alive else "caught"
+            print(f"{said:8} {seconds:5.0f} s  {name}", flush=True)
     print(f"{len(chosen) - len(missed) - skipped} of {len(chosen)} caught" + f", {skipped} skipped" * bool(skipped))
     return 1 if missed else 0
 

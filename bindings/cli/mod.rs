@@ -123,6 +123,15 @@ pub fn run<A: Into<OsString>>(args: impl IntoIterator<Item = A>, host: Host<'_>)
     out.status(earned)
 }
 
+/// Installs the logger that `TOKENYARD_LOG` asks for, which writes the library's log to stderr. Without that variable,
+/// or with a logger that the process has already, nothing changes.
+///
+/// # Errors
+/// What the variable is, if it is no level, and what to give.
+pub fn install_logger() -> Result<(), String> {
+    logging::install().map_err(|refusal| refusal.to_string())
+}
+
 /// Applies the environment before a command.
 fn prepared(log: bool) -> Result<(), Refusal> {
     if log { logging::install() } else { Ok(()) }

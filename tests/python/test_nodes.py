@@ -5,12 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import tokenyard
-from rig import Case, free_port, has_libfabric, poisoned
+from rig import Case, free_port, has_libfabric, in_ranks, poisoned
 
 SECONDS = 60
 
@@ -79,6 +80,30 @@ def test_what_nodes_and_proxies_refuse():
         tokenyard.Proxy(world, "simulated", silence=-1)
     with pytest.raises(tokenyard.TransportError):
         tokenyard.Proxy(world, "verbs", names=["no-such-device"])
+    unread = [("simulated", "names", ["x"]), ("simulated", "source", "127.0.0.1"), ("simulated", "nics", 3), ("shm", "source", "x"),
+              ("verbs", "source", "127.0.0.1"), ("tcp", "gpu", 0), ("shm", "names", ["x"])]
+    for network, name, value in unread:
+        with pytest.raises(tokenyard.ConfigError, match=f"{name} is given for (?i:{network}): leave it out, or use another"):
+            tokenyard.Proxy(world, network, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "bits"), [("n", -1, 64), ("n", 1 << 64, 64), ("nics", -1, 64), ("generation", 1 << 32, 32),
+                                                     ("members", -1, 32), ("sizes", -1, 64), ("local_rank", -2, 64),
+                                                     ("sms", 1 << 33, 32), ("placement", -1, 32), ("hidden", -1, 64)])
+def test_numbers_that_are_none_are_named(name, value, bits):
+    world = tokenyard.World.threads(1)[0]
+    calls = {
+        "n": tokenyard.World.threads, "nics": lambda given: tokenyard.Proxy(world, "simulated", nics=given),
+        "generation": lambda given: world.regroup(given, [0]), "members": lambda given: world.regroup(1, [given]),
+        "sizes": lambda given: world.with_nodes([given]), "hidden": lambda given: tokenyard.Format(given, 1),
+        "local_rank": lambda given: tokenyard.World.over(0, 1, lambda _what, own, _seconds: [own], local_rank=given),
+        "sms": lambda given: tokenyard.AllToAll(world, **Case(ranks=1).limits, sms=given),
+        "placement": lambda given: tokenyard.AllToAll(world, **Case(ranks=1).limits, placement=[given] * 7),
+    }
+    with pytest.raises(ValueError, match=f"{name} is {value}: give 0 or more, and less than 2\\^{bits}"):
+        calls[name](value)
+    with pytest.raises(TypeError, match=f"{name} is a str: give a whole number"):
+        calls[name]("one")
 
 
 HANDLERS = """
@@ -127,6 +152,44 @@ def test_survivors_of_nodes_that_a_program_stated_regroup():
         for rank in ranks:
             rank.kill()
     assert [out for out, _ in said] == ["[1, 1] [b'0', b'2']\n", "", "[1, 1] [b'0', b'2']\n"], said
+
+
+class Ranks:
+    """An all-gather of threads."""
+
+    def __init__(self, size):
+        self.parts, self.barrier = [b""] * size, threading.Barrier(size, timeout=20)
+
+    def of(self, rank):
+        def all_gather(what, own, seconds):
+            self.parts[rank] = own
+            self.barrier.wait()
+            parts = list(self.parts)
+            self.barrier.wait()
+            return parts
+
+        return all_gather
+
+
+def test_survivors_of_a_world_over_an_all_gather_regroup():
+    first, left = Ranks(3), Ranks(2)
+    case = Case(ranks=3)
+
+    def rank(number):
+        world = tokenyard.World.over(number, 3, first.of(number))
+        with pytest.raises(tokenyard.ConfigError, match="regroup over one of the members alone"):
+            world.regroup(1, [0, 2])
+        with pytest.raises(ValueError, match="group is given beside all_gather"):
+            world.regroup(1, [0, 2], all_gather=first.of(number), group=object())
+        if number == 1:
+            return None
+        survivors = world.regroup(1, [0, 2], all_gather=left.of(number // 2))
+        ep = tokenyard.AllToAll(survivors, **case.limits)
+        got = ep.dispatch(case.x[number], case.ids[number], case.weights[number])
+        ep.combine(got.rows, got.handle)
+        return survivors.rank, survivors.size, survivors.generation, survivors.all_gather(b"%d" % number)
+
+    assert in_ranks(range(3), rank) == [(0, 2, 1, [b"0", b"2"]), None, (1, 2, 1, [b"0", b"2"])]
 
 
 if __name__ == "__main__":

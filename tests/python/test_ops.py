@@ -317,7 +317,7 @@ def test_what_operators_refuse():
         lambda: ops.combine_into(x, rows, got),
         lambda: ops.combine(rows, got, topk_weights=w),
     ):
-        with pytest.raises(RuntimeError, match="has no gradient: use dispatch and combine, or call it under"):
+        with pytest.raises(RuntimeError, match="has no gradient: use dispatch and combine of tokenyard.ops, or call it under"):
             refused()
     # A number is as good as the tensor itself on the CPU, as long as that is alive.
     copied = got._replace(handle=got.handle.clone())

@@ -40,6 +40,21 @@ def test_a_stdout_that_is_closed_from_the_start_is_dev_null(name):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+LOG = """info tokenyard::world: rank 0 of 1: over the caller's all-gather
+info tokenyard::world: rank 0: 0 of 1 in generation 1"""
+
+
+def test_the_log_goes_to_stderr_where_it_is_asked_for():
+    program = "import tokenyard; w = tokenyard.World.over(0, 1, lambda _, own, __: [own]); w.regroup(1, [0], all_gather=lambda _, own, __: [own])"
+    for level, wanted in (("world=info", LOG), ("context=debug", "")):
+        ended = subprocess.run([sys.executable, "-c", program], env=os.environ | {"TOKENYARD_LOG": level}, capture_output=True,
+                               text=True, timeout=60)
+        assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (0, "", wanted)
+    ended = subprocess.run([sys.executable, "-c", program], env=os.environ | {"TOKENYARD_LOG": "bogus"}, capture_output=True, text=True,
+                           timeout=60)
+    assert ended.returncode == 0 and "RuntimeWarning: variable TOKENYARD_LOG is `bogus`: give" in ended.stderr
+
+
 def test_an_argument_that_is_no_text_is_refused():
     ended = subprocess.run([sys.executable, "-m", "tokenyard", "bench", b"--json=\xff"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")

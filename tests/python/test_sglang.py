@@ -602,6 +602,8 @@ def refusals(dispatcher, ranks, rank, prefill):
         (ValueError, "topk_ids: expected int32 or int64 .*, got torch.float32", (x, weights, weights)),
         (ValueError, "topk_ids: expected int32 or int64 .*, got torch.bool", (x, weights, ids > 0)),
         (ValueError, r"topk_weights: .*, got torch.float32 \[\d+, 2\]", (x, weights[:, :2], ids)),
+        (RuntimeError, "dispatch has no gradient", (x.clone().requires_grad_(), weights, ids)),
+        (RuntimeError, "dispatch has no gradient", (x, weights.clone().requires_grad_(), ids)),
     ):
         topk = object() if given[2] is None else StandardTopKOutput(given[1], given[2], None)
         with pytest.raises(kind, match=message):
@@ -614,6 +616,7 @@ def refusals(dispatcher, ranks, rank, prefill):
     for kind, message, given in (
         (TypeError, "hidden_states of combine_input .*, got torch.float64", (rows.double(), ids, weights)),
         (TypeError, "hidden_states of combine_input .*, got a NoneType", (None, ids, weights)),
+        (RuntimeError, "combine has no gradient", (rows.clone().requires_grad_(), ids, weights)),
         (ValueError, "rows has the shape", (rows[..., : HIDDEN // 2].contiguous(), ids, weights)),
         # Weights that are cut, or are others' or none, would make other sums.
         (ValueError, r"weights of combine_input: .*, got torch.float32 \[\d+, 8\]", (rows, ids, weights.repeat(1, 2))),

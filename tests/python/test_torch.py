@@ -232,6 +232,10 @@ import os, torch.distributed as dist, tokenyard
 dist.init_process_group("gloo")
 r, parts = dist.get_rank(), [[2], [0, 1]]
 groups = [dist.new_group(part) for part in parts]
+everyone = tokenyard.World.from_group()
+if r in parts[1]:
+    left = everyone.regroup(1, parts[1], group=groups[1])
+    assert (left.rank, left.size, left.generation) == (r, 2, 1) and left.all_gather(b"%d" % r) == [b"0", b"1"]
 for group, part in zip(groups, parts):
     if r in part:
         world = tokenyard.World.from_group(group)

@@ -255,6 +255,8 @@ def refused(rank, ranks, format):
             (dict(topk_ids=torch.cat([ids, ids], 1)), ValueError, r"topk_ids .*got \[12, 8\]"),
             (dict(topk_ids=ids.to(torch.int16)), TypeError, "topk_ids .*got torch.int16"),
             (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights .*\[12, 4\], got \[12, 1\]"),
+            (dict(a1=x.clone().requires_grad_()), RuntimeError, "prepare has no gradient"),
+            (dict(topk_weights=weights.clone().requires_grad_()), RuntimeError, "prepare has no gradient"),
             (dict(num_experts=-1), ValueError, "num_experts: expected the layer's 6, got -1"),
             (dict(apply_router_weight_on_input=True), ValueError, "apply_router_weight_on_input: .*got 4"),
         ):
@@ -267,6 +269,7 @@ def refused(rank, ranks, format):
             (dict(made=torch.stack([outputs, outputs], -2)), ValueError, "fused_expert_output .*expected .*got"),
             (dict(made=torch.cat([outputs, outputs])), ValueError, "fused_expert_output .*expected"),
             (dict(made=outputs.float()), TypeError, "fused_expert_output .*expected torch.bfloat16, got torch.float32"),
+            (dict(made=outputs.clone().requires_grad_()), RuntimeError, "finalize has no gradient"),
             (dict(out=torch.zeros(n + 1, HIDDEN).bfloat16()), ValueError, r"output .*expected \[12, up to 256\], got"),
             (dict(out=torch.zeros(n, HIDDEN + 8).bfloat16()), ValueError, r"output .*expected \[12, up to 256\], got"),
             (dict(out=torch.zeros(n, HIDDEN, dtype=torch.float64)), TypeError, "output .*got torch.float64"),

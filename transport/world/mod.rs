@@ -317,7 +317,7 @@ impl World {
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =
-                "its all-gather reaches all ranks of this one; make one of the members alone and call regroup_over";
+                "its all-gather reaches all ranks of this one: regroup over one of the members alone (regroup_over)";
             return Err(Error::config("regroup", "of a world over an all-gather", advice));
         }
         let (own, rank, nodes) = self.next_place(generation, members)?;

@@ -78,7 +78,8 @@ impl Launcher {
     /// # Errors
     /// A sentence if there is none, or if this process is itself a rank: each rank would start ranks.
     fn program(&self) -> Result<&Path, String> {
-        let advice = "name the program tokenyard to cli::Host::program, or give --launch threads";
+        let advice =
+            "start it as the program tokenyard (in Rust, name one to cli::Host::program), or give --launch threads";
         if is_rank() {
             let here = "this process is a rank that --launch processes started, and was not given its --as-rank";
             return Err(format!("{here}: the started program must pass its arguments on; {advice}"));

@@ -6,6 +6,7 @@ use super::detached::{Closable, Detached};
 use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
+use super::numbers::{maybe, number, numbers};
 use super::operators::Slots;
 use super::proxies::Proxy;
 use super::worlds::World;
@@ -175,8 +176,8 @@ impl Context {
         device: &str,
         room_for: Option<Vec<PyRef<'_, Format>>>,
         timeout: f64,
-        sms: Option<u32>,
-        placement: Option<Vec<u32>>,
+        sms: Option<Bound<'_, PyAny>>,
+        placement: Option<Vec<Bound<'_, PyAny>>>,
         duplicates: bool,
         payload_words: usize,
         dispatch_payload_words: usize,
@@ -210,7 +211,7 @@ impl Context {
         for other in room_for.iter().flatten() {
             builder = builder.room_for(other.inner);
         }
-        if let Some(sms) = sms {
+        if let Some(sms) = maybe("sms", sms)? {
             builder = builder.sms(sms);
         }
         if let Some(proxy) = proxy {
@@ -218,7 +219,7 @@ impl Context {
             builder = builder.proxy(&proxy);
         }
         if let Some(table) = placement {
-            let placement = tokenyard::Placement::table(table, of.size());
+            let placement = tokenyard::Placement::table(numbers("placement", &table)?, of.size());
             builder = builder.placement(placement.map_err(|error| errors::raised(py, &error))?);
         }
         let missing = calls::missing_ranks(missing_ranks)?;
@@ -513,7 +514,8 @@ impl Context {
     }
 
     /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
-    fn mask_rank(&self, py: Python<'_>, rank: u32) -> PyResult<()> {
+    fn mask_rank(&self, py: Python<'_>, rank: &Bound<'_, PyAny>) -> PyResult<()> {
+        let rank = number("rank", rank)?;
         let ep = self.ep.get(py)?;
         py.detach(|| ep.mask_rank(Rank(rank))).map_err(|error| errors::raised(py, &error))
     }

@@ -1,6 +1,7 @@
 //! Formats of calls.
 
 use super::calls;
+use super::numbers::number;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tokenyard::{CallFormat, Dtype, RowFormat, Scales, Weights};
@@ -27,14 +28,15 @@ impl Format {
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         py: Python<'_>,
-        hidden: usize,
-        max_tokens: usize,
+        hidden: &Bound<'_, PyAny>,
+        max_tokens: &Bound<'_, PyAny>,
         dtype: &str,
         scales: Option<&str>,
         quantize: bool,
         combine_dtype: &str,
         weights: &str,
     ) -> PyResult<Format> {
+        let (hidden, max_tokens) = (number("hidden", hidden)?, number("max_tokens", max_tokens)?);
         let inner = CallFormat::new(hidden, calls::row_format(py, dtype, scales)?, max_tokens)
             .quantize(quantize)
             .combine_dtype(calls::dtype("combine_dtype", combine_dtype)?)

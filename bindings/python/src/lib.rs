@@ -13,11 +13,14 @@ mod dlpack;
 mod errors;
 mod exclusive;
 mod formats;
+mod numbers;
 mod operators;
 mod proxies;
 mod worlds;
 
+use pyo3::exceptions::PyRuntimeWarning;
 use pyo3::prelude::*;
+use std::ffi::CString;
 use std::path::PathBuf;
 use tokenyard::cli;
 use tokenyard::internals::COMMIT;
@@ -61,6 +64,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     errors::add_to(module)?;
+    if let Err(refusal) = cli::install_logger() {
+        let text = CString::new(refusal)?;
+        PyErr::warn(module.py(), &module.py().get_type::<PyRuntimeWarning>(), &text, 0)?;
+    }
     module.add_function(wrap_pyfunction!(host, module)?)?;
     module.add_function(wrap_pyfunction!(run_program, module)?)
 }

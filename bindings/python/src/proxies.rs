@@ -2,6 +2,7 @@
 
 use super::calls::unknown;
 use super::detached::Closable;
+use super::numbers::maybe;
 use super::worlds::World;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -35,31 +36,36 @@ pub(super) struct Proxy {
 impl Proxy {
     #[new]
     #[pyo3(signature = (
-        world, network, *, nics=1, names=None, source=None, gpu=None, silence=1.0, core=None, spinners=0, seed=0,
-    ))]
+        world, network, *, nics=None, names=None, source=None, gpu=None, silence=1.0, core=None, spinners=None, seed=None,
+    ), text_signature = "(world, network, *, nics=1, names=None, source=None, gpu=None, silence=1.0, core=None, \
+        spinners=0, seed=0)")]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         world: &World,
         network: &str,
-        nics: usize,
+        nics: Option<Bound<'_, PyAny>>,
         names: Option<Vec<String>>,
         source: Option<String>,
-        gpu: Option<usize>,
+        gpu: Option<Bound<'_, PyAny>>,
         silence: f64,
-        core: Option<usize>,
-        spinners: usize,
-        seed: u64,
+        core: Option<Bound<'_, PyAny>>,
+        spinners: Option<Bound<'_, PyAny>>,
+        seed: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Proxy> {
         let known = NETWORKS.iter().find(|(name, _)| *name == network);
         let (name, kind) = known.ok_or_else(|| unknown("network", network, &NETWORKS.map(|(name, _)| name)))?;
         let silence = super::context::duration("silence", silence)?;
-        let mut config = ProxyConfig { liveness: Liveness::default(), thread: ThreadConfig { core, spinners } };
+        let mut config = ProxyConfig {
+            liveness: Liveness::default(),
+            thread: ThreadConfig { core: maybe("core", core)?, spinners: maybe("spinners", spinners)?.unwrap_or(0) },
+        };
         config.liveness.silence_ns = u64::try_from(silence.as_nanos()).unwrap_or(u64::MAX);
         let mut opened = NetworkConfig::new(*kind);
-        (opened.nics, opened.names) = (nics, names.unwrap_or_default());
-        (opened.source, opened.gpu, opened.seed) = (source, gpu, seed);
+        (opened.nics, opened.names) = (maybe("nics", nics)?.unwrap_or(1), names.unwrap_or_default());
+        (opened.source, opened.gpu) = (source, maybe("gpu", gpu)?);
+        opened.seed = maybe("seed", seed)?.unwrap_or(0);
         let of = world.inner.get(py)?;
         let spawned = world.wait(py, || {
             let transport = opened.open(&of)?;

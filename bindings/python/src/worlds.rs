@@ -2,6 +2,8 @@
 
 use super::detached::Closable;
 use super::errors;
+use super::numbers::{maybe, number, numbers};
+use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
@@ -50,8 +52,8 @@ impl World {
 impl World {
     /// The worlds of `n` ranks in this process, by rank; each is to be used by a thread of its own.
     #[staticmethod]
-    fn threads(py: Python<'_>, n: usize) -> PyResult<Vec<World>> {
-        let worlds = tokenyard::World::threads(n).map_err(|error| errors::raised(py, &error))?;
+    fn threads(py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<Vec<World>> {
+        let worlds = tokenyard::World::threads(number("n", n)?).map_err(|error| errors::raised(py, &error))?;
         Ok(worlds.into_iter().map(|inner| World::of(inner, None)).collect())
     }
 
@@ -67,11 +69,12 @@ impl World {
     #[pyo3(signature = (rank, size, all_gather, *, local_rank=None))]
     fn over(
         py: Python<'_>,
-        rank: usize,
-        size: usize,
+        rank: &Bound<'_, PyAny>,
+        size: &Bound<'_, PyAny>,
         all_gather: Py<PyAny>,
-        local_rank: Option<usize>,
+        local_rank: Option<Bound<'_, PyAny>>,
     ) -> PyResult<World> {
+        let (rank, size, local_rank) = (number("rank", rank)?, number("size", size)?, maybe("local_rank", local_rank)?);
         let lent = Some(all_gather.clone_ref(py));
         let inner = lending(py, lent, || tokenyard::World::over(rank, size, local_rank, gathered))?;
         Ok(World::of(inner, Some(all_gather)))
@@ -123,7 +126,8 @@ impl World {
 
     /// The world with nodes of these many ranks, in rank order, the same on all ranks: ranks of different nodes share
     /// no memory, and write to each other over the network of their proxies.
-    fn with_nodes(&self, py: Python<'_>, sizes: Vec<usize>) -> PyResult<World> {
+    fn with_nodes(&self, py: Python<'_>, sizes: Vec<Bound<'_, PyAny>>) -> PyResult<World> {
+        let sizes: Vec<usize> = numbers("sizes", &sizes)?;
         let world = (**self.inner.get(py)?).clone();
         let split = world.with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
         Ok(World::of(split, self.lent(py)))
@@ -142,11 +146,34 @@ impl World {
         PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))
     }
 
-    /// The world of the members that go on, by their ranks of the first generation. Collective of the members.
-    fn regroup(&self, py: Python<'_>, generation: u32, members: Vec<u32>) -> PyResult<World> {
-        let members: Vec<Rank> = members.into_iter().map(Rank).collect();
+    /// The world of the members that go on, by their ranks of the first generation. Collective of the members. Worlds
+    /// of a group or of `over` need an all-gather of the members alone, in their order: `all_gather` as of `over`, or
+    /// that of a torch.distributed group.
+    #[pyo3(signature = (generation, members, *, all_gather=None, group=None))]
+    fn regroup(
+        &self,
+        py: Python<'_>,
+        generation: &Bound<'_, PyAny>,
+        members: Vec<Bound<'_, PyAny>>,
+        all_gather: Option<Py<PyAny>>,
+        group: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<World> {
+        let all_gather = match (all_gather, group) {
+            (Some(_), Some(_)) => {
+                return Err(PyValueError::new_err("group is given beside all_gather: give one of them"));
+            }
+            (None, Some(group)) => Some(py.import("tokenyard._worlds")?.call_method1("gather_of", (group,))?.unbind()),
+            (given, None) => given,
+        };
+        let generation = number("generation", generation)?;
+        let members: Vec<Rank> = numbers("members", &members)?.into_iter().map(Rank).collect();
         let world = self.inner.get(py)?;
-        Ok(World::of(self.wait(py, || world.regroup(generation, &members))?, None))
+        let Some(all_gather) = all_gather else {
+            return Ok(World::of(self.wait(py, || world.regroup(generation, &members))?, None));
+        };
+        let lent = Some(all_gather.clone_ref(py));
+        let inner = lending(py, lent, || world.regroup_over(generation, &members, gathered))?;
+        Ok(World::of(inner, Some(all_gather)))
     }
 
     /// Leaves the world, which is done once no context of it is alive. Later collectives raise `ClosedError`. Local;

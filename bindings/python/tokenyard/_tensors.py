@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict
+from typing import Dict, Optional
 
 import torch
 
@@ -16,6 +16,14 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 def name_of(tensor: torch.Tensor) -> str:
     """The library's name of a tensor's dtype; torch's of one that it has not, which the call refuses."""
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def no_gradient(what: str, *tensors: Optional[torch.Tensor]) -> None:
+    """Refuses tensors whose gradient would be lost."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{what} has no gradient: use dispatch and combine of tokenyard.ops, or call it under torch.no_grad()"
+        )
 
 
 def capturing(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,9 @@ from . import _native
 from ._native import BootstrapError, ConfigError, Error
 from ._native import World as World
 
-__all__ = ["World", "by_ranks", "host", "refuse", "world_of_group", "world_over"]
+__all__ = ["World", "by_ranks", "gather_of", "host", "refuse", "world_of_group", "world_over"]
+
+AllGather = Callable[[str, bytes, float], List[bytes]]
 
 
 def refuse(kind: Type[Error], text: str) -> NoReturn:
@@ -55,15 +57,8 @@ def world_of_group(group: Any = None) -> World:
     import torch
     import torch.distributed as dist
 
+    all_gather = gather_of(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"group is one without this process, rank {dist.get_rank()} of all: make its world in its members")
-
-    def all_gather(what: str, own: bytes, seconds: float) -> List[bytes]:
-        gathered: List[Any] = [None] * size
-        dist.all_gather_object(gathered, own, group=group)
-        return gathered
-
     stated = os.environ.get("LOCAL_RANK", "")
     job = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (rank, size)
     # Of some of a job's processes, those of their host that are none of the group are not known: hosts have as many ranks
@@ -73,10 +68,25 @@ def world_of_group(group: Any = None) -> World:
     return world_over(rank, size, all_gather, *job, local_rank)
 
 
+def gather_of(group: Any) -> AllGather:
+    """The all-gather of a torch.distributed group of processes."""
+    import torch.distributed as dist
+
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group is one without this process, rank {dist.get_rank()} of all: make its world in its members")
+
+    def all_gather(what: str, own: bytes, seconds: float) -> List[bytes]:
+        gathered: List[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
+        return gathered
+
+    return all_gather
+
+
 def world_over(
     rank: int,
     size: int,
-    all_gather: Callable[[str, bytes, float], List[bytes]],
+    all_gather: AllGather,
     job_rank: Optional[int] = None,
     job_size: Optional[int] = None,
     local_rank: Optional[int] = None,

@@ -4,7 +4,7 @@ Under torchrun each process is a rank: the world comes from the environment, or 
 of torch.distributed. Otherwise `--world` ranks are threads of this process. Options and fields of the JSON are those
 of the program's `tokenyard bench`, as far as the package has them.
 
-Each iteration has new routing and new random rows. Outputs are filled with NaNs before each call, and a barrier aligns
+Each iteration has new routing, new weights, and random rows of at most sixteen sets, the last one's of another. Outputs are filled with NaNs before each call, and a barrier aligns
 the ranks. A GPU is timed with CUDA events on the current stream, the CPU device with the clock. In checked iterations
 every element is compared with a reference that each rank makes of all ranks' inputs. Quantiles are over iterations and
 ranks. Exit status: 0; 1 if a result was wrong, a rank failed, or results could not be written; 2 if options are
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import functools
 import json
 import math
 import os
@@ -47,6 +48,8 @@ LAYOUTS, MODES = ("contiguous", "masked", "token"), ("fused", "split", "graph")
 _NAME = "tokenyard.bench"
 # What generators of random numbers take, and the library's numbers.
 _MOST = 2**63
+# Elements of rows that are drawn for all ranks; two calls' rows in any case.
+_MOST_ROWS = 1 << 26
 
 
 class Unusable(Exception):
@@ -88,13 +91,26 @@ class Inputs(NamedTuple):
     """fp32 `[tokens, top_k]`."""
 
 
-def inputs(shape: Shape, iteration: int, rank: int) -> Inputs:
-    """A rank's tokens in an iteration: the same on every rank that asks."""
-    draw = torch.Generator().manual_seed(((shape.seed * 1_000_003 + iteration) * 4099 + rank) % _MOST)
+def _draw(shape: Shape, number: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((shape.seed * 1_000_003 + number) * 4099 + rank) % _MOST)
+
+
+@functools.lru_cache(maxsize=None)
+def _rows(shape: Shape, number: int, rank: int) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """A rank's rows, and their scales if there are any. Nobody writes them."""
+    draw = _draw(shape, number, rank)
     rows = torch.randn((shape.tokens, shape.hidden), generator=draw).to(TYPES[shape.dtype])
-    scales = None
-    if shape.dtype == "fp8":
-        scales = torch.rand((shape.tokens, -(-shape.hidden // 128)), generator=draw) + 0.5
+    if shape.dtype != "fp8":
+        return rows, None
+    return rows, torch.rand((shape.tokens, -(-shape.hidden // 128)), generator=draw) + 0.5
+
+
+def inputs(shape: Shape, iteration: int, rank: int) -> Inputs:
+    """A rank's tokens in an iteration: the same on every rank that asks. Routing and weights are of this iteration
+    alone; rows come again, as to draw them would take most of the time."""
+    kinds = max(2, min(16, _MOST_ROWS // (shape.world * shape.tokens * shape.hidden)))
+    rows, scales = _rows(shape, iteration % kinds, rank)
+    draw = _draw(shape, ~iteration, rank)
     ids = torch.rand((shape.tokens, shape.experts), generator=draw).argsort(1)[:, : shape.top_k].contiguous()
     return Inputs(rows, scales, ids, torch.rand((shape.tokens, shape.top_k), generator=draw) + 0.1)
 

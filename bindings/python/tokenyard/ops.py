@@ -26,7 +26,7 @@ from . import _choices, _eager, _native
 from ._calls import CONTEXTS, AllToAll, must_lie
 from ._errors import Found
 from ._native import CombineSent, Error, Format, Handle, Output, Sent
-from ._tensors import TYPES, name_of
+from ._tensors import TYPES, name_of, no_gradient
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
@@ -559,12 +559,6 @@ for _operator, (_setup, _backward) in _DIFFERENTIABLE.items():
 # Calls
 
 
-def _no_gradient(what: str, *tensors: Optional[torch.Tensor]) -> None:
-    """Refuses tensors whose gradient would be lost."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(f"{what} has no gradient: use dispatch and combine, or call it under torch.no_grad()")
-
-
 def _no_tangent(*tensors: Optional[torch.Tensor]) -> None:
     """Refuses tensors of forward-mode differentiation, whose tangents would be lost."""
     if not torch.compiler.is_compiling() and getattr(_forward, "_current_level", -1) >= 0:
@@ -648,7 +642,7 @@ def dispatch_into(
     token_weights: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient."""
-    _no_gradient("dispatch_into", x, topk_weights)
+    no_gradient("dispatch_into", x, topk_weights)
     _checked(ep, format, None)
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
@@ -667,7 +661,7 @@ def dispatch_send(
     format: int = 0,
 ) -> torch.Tensor:
     """The sending half; `dispatch_recv` takes what it returns, once. Has no gradient. For contexts of one round."""
-    _no_gradient("dispatch_send", x, topk_weights)
+    no_gradient("dispatch_send", x, topk_weights)
     _checked(ep, format, None)
     sent: torch.Tensor = _OPS.dispatch_send(x, topk_idx, topk_weights, scales, ep.number, format)
     return sent
@@ -709,7 +703,7 @@ def combine(
             return sums
     _no_tangent(rows)
     if topk_weights is not None:
-        _no_gradient("combine with topk_weights", rows, topk_weights)
+        no_gradient("combine with topk_weights", rows, topk_weights)
     out: torch.Tensor = _OPS.combine(rows, got.handle, topk_weights, got.tokens, False)
     return out
 
@@ -723,7 +717,7 @@ def combine_into(
     accumulate: bool = False,
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
-    _no_gradient("combine_into", rows, topk_weights, out)
+    no_gradient("combine_into", rows, topk_weights, out)
     _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)
 
 
@@ -731,7 +725,7 @@ def combine_send(
     rows: torch.Tensor, got: Dispatched, *, topk_weights: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
     """The sending half; `combine_recv` takes what it returns, once. Has no gradient, and no row weights."""
-    _no_gradient("combine_send", rows, topk_weights)
+    no_gradient("combine_send", rows, topk_weights)
     sent: torch.Tensor = _OPS.combine_send(rows, got.handle, topk_weights)
     return sent
 

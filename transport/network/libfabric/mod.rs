@@ -165,7 +165,7 @@ impl LibfabricEndpoint {
         let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
         if provider == Provider::Shm && library.version() < Version::new(2, 1) && !config.allow_old_shm {
             let advice = "a peer that is killed may leave others in a lock for ever: use libfabric 2.1 or later, or \
-                          tcp, or allow it by allow_old_shm";
+                          tcp; where no rank is killed the program's --allow-old-shm allows it";
             return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
         }
         let slab = Slab::new(MESSAGES, RECEIVES, object::all_closed)?;

@@ -40,7 +40,7 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
 from .._native import CombineSent, Error, Format, Handle, Output, RoutingError, Sent
-from .._tensors import TYPES, device_of, name_of
+from .._tensors import TYPES, device_of, name_of, no_gradient
 from .._worlds import World
 from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted, weights_of
 from . import seconds
@@ -315,6 +315,7 @@ class _Dispatcher:
         if not isinstance(rows, torch.Tensor) or rows.dtype not in _ROWS:
             wanted = "torch.bfloat16 or torch.float16"
             raise TypeError(f"hidden_states of combine_input is of another dtype: expected {wanted}, got {_kind(rows)}")
+        no_gradient("SGLang's combine", rows, weights if weighted is not None else None)
         given: Dict[str, Any] = {"dtype": name_of(rows)}
         if weighted is not None:
             if not isinstance(weights, torch.Tensor) or weights.shape != weighted:
@@ -535,6 +536,7 @@ def _checked(x: torch.Tensor, topk_output: Any, hidden: int, fp8: bool) -> Tuple
         raise ValueError(f"topk_ids: expected int32 or int64 [{x.shape[0]}, top_k], got {_kind(ids)}")
     if weights.shape != ids.shape or not weights.is_floating_point():
         raise ValueError(f"topk_weights: expected floating-point {[*ids.shape]} as topk_ids, got {_kind(weights)}")
+    no_gradient("SGLang's dispatch", x, weights)
     return ids.to(torch.int64), weights.float()
 
 

@@ -38,7 +38,7 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
 from .._native import Format, Handle, Output, Sent
-from .._tensors import TYPES, capturing as _capturing
+from .._tensors import TYPES, capturing as _capturing, no_gradient
 from .._worlds import World
 from ..deep_ep._contexts import weights_of
 from . import _vllm_microbatches, seconds
@@ -523,6 +523,7 @@ class _Both:
         if topk_ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_ids is of another dtype: expected torch.int32 or torch.int64, got {topk_ids.dtype}")
         _must_weigh(topk_weights, topk_ids)
+        no_gradient("prepare", a1, topk_weights)
         if num_experts != self._experts:
             raise ValueError(f"num_experts: expected the layer's {self._experts}, got {num_experts}")
         if on_input:
@@ -593,6 +594,7 @@ class _Both:
         dtype = TYPES[ep.format.combine_dtype]
         if rows.dtype != dtype:
             raise TypeError(f"fused_expert_output is of another dtype: expected {dtype}, got {rows.dtype}")
+        no_gradient("finalize", rows)
 
     def _return(
         self, rows: torch.Tensor, out: torch.Tensor, weights: Optional[torch.Tensor]
