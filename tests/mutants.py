@@ -8,12 +8,14 @@ or --resume for all but those that an earlier run with --resume saw caught, unle
 or --check, which only looks at the table.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -501,6 +503,18 @@ LONGEST_CHECK = 200
 LONGEST_BUILD = 900
 
 
+def run_whole(command, folder, environment, limit):
+    """Runs a command. What it started ends with it, such as the tests of cargo test, which may hang for good."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **piped) as process:
+        try:
+            out, err = process.communicate(timeout=limit)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 class Worker:
     """A copy of the tree with a build folder of its own."""
 
@@ -517,7 +531,7 @@ class Worker:
         shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv*", ".gpu"))
 
     def run(self, command, limit):
-        return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, errors="replace", timeout=limit)
+        return run_whole(command, self.tree, QUICK, limit)
 
     def build(self):
         return self.run(["cargo", "build", "-q", *self.cargo], LONGEST_BUILD)

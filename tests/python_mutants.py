@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 
+from mutants import run_whole
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "python-mutants"
 WORKERS = min(os.cpu_count() or 1, 2)
@@ -233,14 +235,14 @@ def survives(python, mutant, place):
     command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     given = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=ROOT / "tests" / "python", env=given, capture_output=True, timeout=600)
+        done = run_whole(command, ROOT / "tests" / "python", given, 600)
     except subprocess.TimeoutExpired:
         return False
     # 5: what the tests need is not installed. 1: a test failed. Anything else says nothing of the mutant.
     if done.returncode == 5:
         return None
     if done.returncode not in (0, 1):
-        sys.exit(f"{name}: pytest ended with {done.returncode}:\n{done.stdout.decode()[-2000:]}")
+        sys.exit(f"{name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
     return done.returncode == 0
 
 
