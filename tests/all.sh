@@ -142,7 +142,7 @@ lint() {
 # Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
 begin_coverage() {
   mkdir -p target
-  nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
+  env -u TOKENYARD_LINT nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
   coverage_ahead=$!
 }
 
