@@ -328,8 +328,8 @@ python() {
       .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl
       echo ".venv-python-oldest/bin/python -m pytest -q -rs -p no:cacheprovider tests/python/test_{torch,ops,dlpack,formats}.py"
     fi
-    echo ".venv-python/bin/mypy"
-    echo ".venv-python/bin/python -m mypy.stubtest tokenyard._native"
+    # One after the other, as they share a cache.
+    echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
   } | two_at_a_time
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
