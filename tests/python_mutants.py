@@ -169,6 +169,7 @@ MUTANTS = [
     ("scales past the last not compared", BENCH, "(words != of_rows).sum()", "(words[rows] != of_rows[rows]).sum()", "test_bench.py"),
     ("an expert named twice taken for once", BENCH, "sum((came - wanted_pairs).values())", "len(set(came) - set(wanted_pairs))",
      "test_bench.py"),
+    ("iterations that write the sets of rows", BENCH, "t.to(device, copy=True)", "t.to(device)", "test_bench.py"),
     ("options of ranks not compared", BENCH, "if others[name] != of_ranks[0][name]:", "if False:", "test_bench.py"),
     ("a reader that has gone an error", PROGRAM, "if not isinstance(error, BrokenPipeError):", "if error:", "test_program.py"),
     ("a group's ranks on the GPUs of others", GROUPS, "part = job[0] %", "part = rank %", "test_torch.py"),
