@@ -142,18 +142,19 @@ lint() {
 # Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
 begin_coverage() {
   mkdir -p target
-  nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
+  # With kernels, though lint, which starts this, goes without.
+  env -u TOKENYARD_LINT nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
   coverage_ahead=$!
 }
 
 # The release build, with the crate of the Python package, so that its wheel builds nothing of the library again.
 # Symbols of the interpreter stay open, as in the wheel.
-release() { TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace "$@"; }
+release=(env TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace)
 
 # Starts the release build, which uses one core for most of its time, beside the lints.
 build_ahead() {
   mkdir -p target
-  release >target/release-build.log 2>&1 &
+  "${release[@]}" >target/release-build.log 2>&1 &
   ahead=$!
 }
 
@@ -165,10 +166,10 @@ build() {
     wait "$ahead" || true # the next line says why
     cat target/release-build.log
   fi
-  time release
+  time "${release[@]}"
   local report
   # Cargo names the folder of this build; folders of former ones stay beside it.
-  report=$(release --message-format=json 2>/dev/null |
+  report=$("${release[@]}" --message-format=json 2>/dev/null |
     sed -n 's/.*"static=tokenyard_cpu".*"out_dir":"\([^"]*\)".*/\1/p')/ptxas.txt
   cat "$report"
   # Columns: kernel, architecture, registers, stack, spilled stores, spilled loads.
