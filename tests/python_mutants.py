@@ -126,6 +126,7 @@ MUTANTS = [
     ("probabilities of other ranks' experts added", HYBRID, "torch.where(of_rows >= 0, words.gather(1, place), 0)",
      "words.gather(1, place)", PERMUTED),
     ("dropped rows brought by a handle", HYBRID, "_cut(again, routed.rows, rows)", "_cut(again, routed.kept.capacity, rows)", PERMUTED),
+    ("an exact dispatch that Ctrl-C cut short without its results", CALLS, 'if hasattr(error, "handle"):', "if False:", "test_ops_refused.py"),
     ("rows of no token not cleared", OPS, "rows = torch.zeros(shape", "rows = torch.ones(shape", OPERATORS),
     ("gradients through weights that are lost", OPS, 'if kept.value.format.weights == "none" or (', "if True or (", OPERATORS),
     ("handles kept for good", OPS, "            del _KEPT[key]", "            pass", OPERATORS),
