@@ -164,6 +164,7 @@ build() {
   say "release build"
   if [ -n "$ahead" ]; then
     wait "$ahead" || true # the next line says why
+    ahead=
     cat target/release-build.log
   fi
   time "${release[@]}"
@@ -306,7 +307,8 @@ parts() {
 # The Python package: a wheel, its types, and its tests.
 python() {
   say "the Python package"
-  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # the next line says why
+  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # what follows says why
+  packages_ahead=
   packages
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   if wanted sanitize; then
@@ -362,7 +364,8 @@ sanitized_build=(env TOKENYARD_SANITIZE=address,undefined cargo build --no-defau
 
 sanitize() {
   say "sanitizers"
-  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # the next line says why
+  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # what follows says why
+  sanitized_ahead=
   "${sanitized_build[@]}"
   local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
   local verify='target/sanitized/debug/tokenyard verify'
@@ -388,7 +391,8 @@ mutants() {
 # All Rust tests, with every line counted.
 coverage() {
   say "Rust tests with coverage"
-  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # the next line says why
+  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # what follows says why
+  coverage_ahead=
   bash tests/coverage.sh
 }
 
@@ -397,7 +401,7 @@ setup
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi
-# What was begun ahead does not outlive a step that fails.
+# What was begun ahead, and was not waited for yet, does not outlive a step that fails.
 trap 'kill $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
