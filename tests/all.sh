@@ -142,18 +142,19 @@ lint() {
 # Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
 begin_coverage() {
   mkdir -p target
+  # With kernels, though lint, which starts this, goes without.
   env -u TOKENYARD_LINT nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
   coverage_ahead=$!
 }
 
 # The release build, with the crate of the Python package, so that its wheel builds nothing of the library again.
 # Symbols of the interpreter stay open, as in the wheel.
-release() { TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace "$@"; }
+release=(env TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace)
 
 # Starts the release build, which uses one core for most of its time, beside the lints.
 build_ahead() {
   mkdir -p target
-  release >target/release-build.log 2>&1 &
+  "${release[@]}" >target/release-build.log 2>&1 &
   ahead=$!
 }
 
@@ -163,12 +164,13 @@ build() {
   say "release build"
   if [ -n "$ahead" ]; then
     wait "$ahead" || true # the next line says why
+    ahead=
     cat target/release-build.log
   fi
-  time release
+  time "${release[@]}"
   local report
   # Cargo names the folder of this build; folders of former ones stay beside it.
-  report=$(release --message-format=json 2>/dev/null |
+  report=$("${release[@]}" --message-format=json 2>/dev/null |
     sed -n 's/.*"static=tokenyard_cpu".*"out_dir":"\([^"]*\)".*/\1/p')/ptxas.txt
   cat "$report"
   # Columns: kernel, architecture, registers, stack, spilled stores, spilled loads.
@@ -305,7 +307,8 @@ parts() {
 # The Python package: a wheel, its types, and its tests.
 python() {
   say "the Python package"
-  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # the next line says why
+  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # what follows says why
+  packages_ahead=
   packages
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   if wanted sanitize; then
@@ -361,7 +364,8 @@ sanitized_build=(env TOKENYARD_SANITIZE=address,undefined cargo build --no-defau
 
 sanitize() {
   say "sanitizers"
-  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # the next line says why
+  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # what follows says why
+  sanitized_ahead=
   "${sanitized_build[@]}"
   local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
   local verify='target/sanitized/debug/tokenyard verify'
@@ -387,7 +391,8 @@ mutants() {
 # All Rust tests, with every line counted.
 coverage() {
   say "Rust tests with coverage"
-  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # the next line says why
+  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # what follows says why
+  coverage_ahead=
   bash tests/coverage.sh
 }
 
@@ -396,7 +401,7 @@ setup
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi
-# What was begun ahead does not outlive a step that fails.
+# What was begun ahead, and was not waited for yet, does not outlive a step that fails.
 trap 'kill $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi

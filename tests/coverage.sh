@@ -71,6 +71,7 @@ RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --feature
 vm_ended() {
   local status=0
   wait "$vm" || status=$?
+  trap - EXIT
   cat "$logs/vm.log"
   case $status in
     0 | 77) return 0 ;;

@@ -160,6 +160,24 @@ def test_inputs_are_fresh_and_nowhere_zero():
     assert all(len(set(row)) == 4 for row in first.ids.tolist())
 
 
+def test_iterations_leave_the_sets_of_rows_as_they_were_drawn():
+    # Ranks that are processes draw each other's rows for the reference: what one of them writes, others do not see.
+    shape = bench.Shape(2, 3, 128, 4, 2, "fp8")
+    drawn = [[bench._rows.__wrapped__(shape, number, rank) for number in range(16)] for rank in range(2)]
+
+    def work(world):
+        rank = bench.Rank(world, shape, "fused", torch.device("cpu"), threading.Lock())
+        for iteration in range(18):
+            assert rank.iterate(iteration, True)[2] == 0
+            for given, wanted in zip(rank.given, drawn[world.rank][iteration % 16]):
+                assert torch.equal(given.view(torch.uint8), wanted.view(torch.uint8)), iteration
+
+    bench.in_threads(2, work)
+    for rank, number in ((rank, number) for rank in range(2) for number in range(16)):
+        kept = bench._rows(shape, number, rank)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(kept, drawn[rank][number]))
+
+
 REFUSED = [
     (["--top-k", "9"], "--top-k is 9: give at most the 7 of --experts"),
     (["--world", "8"], "--experts is 7: give at least one for each of the 8 ranks"),

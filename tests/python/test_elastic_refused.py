@@ -161,6 +161,10 @@ def test_what_constructors_refuse():
     for call in (lambda: ElasticBuffer(None, num_bytes=1), lambda: HybridEPBuffer(None, HIDDEN, 16, 2)):
         with pytest.raises(ValueError, match="group is None: give a group of torch.distributed, or a tokenyard.World"):
             call()
+    later = tokenyard.World.threads(1)[0].regroup(1, [0])
+    for call in (lambda: Buffer(later), lambda: ElasticBuffer(later, num_bytes=1), lambda: HybridEPBuffer(later, HIDDEN, 16, 2)):
+        with pytest.raises(ValueError, match="group is a world of generation 1: give a group of these ranks alone"):
+            call()
     for seconds in (0, -1, float("nan"), None, "3", 2e9):
         with pytest.raises(ValueError, match=f"num_gpu_timeout_secs is {seconds!r}: give seconds above 0"):
             ElasticBuffer(world, num_bytes=1, num_gpu_timeout_secs=seconds)

@@ -610,6 +610,8 @@ def test_nics_of_a_rank_are_of_its_network_and_near_its_gpu(monkeypatch):
     for stated, network, gpu, nics, names in (
         ({}, "efa", 3, 2, ["rdmap96s0", "rdmap97s0"]), ({}, "verbs", 3, 1, ["mlx5_9"]), ({}, "efa", None, 1, []),
         ({"names": list("abcdef")}, "efa", 3, 4, list("abcdef")), ({"nics": 3}, "efa", 3, 3, ["rdmap96s0", "rdmap97s0"]),
+        # Of TCP, where no RDMA NIC serves: others refuse what they would leave unread.
+        ({"source": "10.0.0.5"}, "verbs", 3, 1, ["mlx5_9"]),
     ):
         hosts._network, hosts._here = _hosts._Network("auto", stated), 8
         opened = hosts._open_one(network, gpu)

@@ -192,6 +192,43 @@ def test_survivors_of_a_world_over_an_all_gather_regroup():
     assert in_ranks(range(3), rank) == [(0, 2, 1, [b"0", b"2"]), None, (1, 2, 1, [b"0", b"2"])]
 
 
+@pytest.mark.parametrize("anew", [False])
+def test_survivors_between_nodes(anew):
+    """With the proxies that they have."""
+    first, left, members = Ranks(4), Ranks(3), [0, 1, 3]
+    case = Case(ranks=4, experts=9)
+
+    def rank(number):
+        world = tokenyard.World.over(number, 4, first.of(number)).with_nodes([2, 2])
+        proxy = tokenyard.Proxy(world, "simulated", spinners=4, silence=10)
+        before = tokenyard.AllToAll(world, **case.limits, proxy=proxy)
+        before.combine((got := before.dispatch(case.x[number], case.ids[number], case.weights[number])).rows, got.handle)
+        if number not in members:
+            return
+        world = world.regroup(1, members, all_gather=left.of(members.index(number)))
+        assert world.nodes == [2, 1]
+        if anew:
+            proxy = tokenyard.Proxy(world, "simulated", spinners=4, silence=10)
+        ep = tokenyard.AllToAll(world, **case.limits, proxy=proxy)
+        got = ep.dispatch(case.x[number], case.ids[number], case.weights[number])
+        rows = poisoned(got.rows.shape)
+        for i, expert in enumerate(ep.local_experts):
+            assert case.owner(expert) == number
+            part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
+            sources = [case.x[r][t] for r in members for t in range(case.count[r]) if expert in case.ids[r][t]]
+            np.testing.assert_array_equal(got.rows[part], np.array(sources, np.float32).reshape(-1, case.hidden))
+            rows[part] = case.expert(expert, got.rows[part])
+        # Without what experts of the lost rank would add.
+        wanted = np.zeros((case.count[number], case.hidden))
+        for t, k in np.ndindex(case.ids[number].shape):
+            e = case.ids[number][t, k]
+            if e >= 0 and case.owner(e) in members:
+                wanted[t] += case.weights[number][t, k].astype(np.float64) * case.expert(e, case.x[number][t])
+        np.testing.assert_allclose(ep.combine(rows, got.handle), wanted, rtol=2e-5, atol=2e-5)
+
+    in_ranks(range(4), rank)
+
+
 if __name__ == "__main__":
     network, nodes, rank, size, folder = sys.argv[1:]
     print(rank_of(network, json.loads(nodes), int(rank), int(size), folder))

@@ -93,6 +93,38 @@ def test_a_dispatch_whose_error_comes_in_place_of_its_second_half_is_finished(op
 
 
 @pytest.mark.parametrize("operator", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_in_the_receiving_half_of_an_exact_dispatch_loses_nothing(monkeypatch, operator, late):
+    layer, receive = Layer(), tokenyard.AllToAll.dispatch_recv
+
+    def interrupted(*given, **named):
+        error = KeyboardInterrupt()
+        if late:
+            error.handle = receive(*given, **named)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenyard.AllToAll, "dispatch_recv", interrupted)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            layer.dispatch(exact=True) if operator else layer.ep.dispatch(layer.x, layer.ids, exact=True)
+    if late:
+        # It took place: what was made is complete.
+        got = raised.value.dispatched
+        assert not hasattr(raised.value, "sent") and len(got.rows) == int((layer.ids >= 0).sum())
+        # Rows of an expert are in the order of tokens.
+        pairs = sorted((e, t) for t, row in enumerate(layer.ids.tolist()) for e in row if e >= 0)
+        assert torch.equal(got.rows, layer.x[[token for _expert, token in pairs]])
+        sums = ops.combine(got.rows, got) if operator else layer.ep.combine(got.rows, got.handle)
+        assert sums.shape == layer.x.shape
+    else:
+        assert not hasattr(raised.value, "dispatched")
+        output, got = layer.ep.output(layer.x, payload_words=4 if operator else 0)
+        handle = layer.ep.dispatch_recv(raised.value.sent, output)
+        assert got.counts.sum() == (layer.ids >= 0).sum() and handle.tokens == len(layer.x)
+    layer.must_be_right()
+
+
+@pytest.mark.parametrize("operator", [False, True])
 def test_a_dispatch_out_of_order_does_not_wait_for_its_counts(operator):
     """As after a Ctrl-C in the first one: the error is that of the order, at once."""
     layer = Layer(timeout=10.0)

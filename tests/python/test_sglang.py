@@ -622,6 +622,7 @@ def refusals(dispatcher, ranks, rank, prefill):
         (ValueError, r"weights of combine_input: .*, got torch.float32 \[\d+, 8\]", (rows, ids, weights.repeat(1, 2))),
         (ValueError, r"weights of combine_input: .*, got torch.float32 \[\d+, 2\]", (rows, ids, weights[:, :2])),
         (ValueError, "weights of combine_input: .*, got a NoneType", (rows, ids, None)),
+        (ValueError, "weights of combine_input: .*, got a list", (rows, ids, [1.0])),
     ):
         if "weights of" not in message or not prefill:
             with pytest.raises(kind, match=message):

@@ -280,6 +280,8 @@ def refused(rank, ranks, format):
             for wrong, shape in ((weights[:, :1], r"\[12, 1\]"), (weights[:-1], r"\[11, 4\]")):
                 with pytest.raises(ValueError, match=f"topk_weights .*got {shape}"):
                     stage.back(got, weights=wrong)
+            with pytest.raises(RuntimeError, match="finalize has no gradient"):
+                stage.back(got, weights=weights.clone().requires_grad_())
     stage.check(stage.back(got)[0])
     stage.trip()
 

@@ -378,7 +378,15 @@ class AllToAll:
             # Ctrl-C in the wait, or no memory for the output: the dispatch is to be received all the same.
             setattr(error, "sent", sent)
             raise
-        got = got._replace(handle=found.receive(lambda: self.dispatch_recv(sent, output, stream=on)))
+        try:
+            got = got._replace(handle=found.receive(lambda: self.dispatch_recv(sent, output, stream=on)))
+        except BaseException as error:
+            # Ctrl-C in its wait: the dispatch took place. Without a handle it did not, and is to be received.
+            if hasattr(error, "handle"):
+                setattr(error, "dispatched", got._replace(handle=error.handle))
+            else:
+                setattr(error, "sent", sent)
+            raise
         found.raise_with(got)
         return got
 

@@ -236,6 +236,9 @@ class Hosts:
     def _open_one(self, network: str, gpu: Optional[int]) -> _Opened:
         options: Dict[str, Any] = {"silence": _SILENCE, "spinners": 2 * self._here, **self._network.options}
         if network in _RDMA:
+            if self._network.name == "auto":
+                # It is of TCP, which may come after this one.
+                options.pop("source", None)
             options["gpu"] = gpu
             names = options.setdefault("names", _near(gpu, network))
             most = max(each["nics"] for each in self._exchange({"nics": len(names)}))

@@ -4,10 +4,10 @@ Under torchrun each process is a rank: the world comes from the environment, or 
 of torch.distributed. Otherwise `--world` ranks are threads of this process. Options and fields of the JSON are those
 of the program's `tokenyard bench`, as far as the package has them.
 
-Each iteration has new routing, new weights, and random rows of at most sixteen sets, the last one's of another. Outputs are filled with NaNs before each call, and a barrier aligns
-the ranks. A GPU is timed with CUDA events on the current stream, the CPU device with the clock. In checked iterations
-every element is compared with a reference that each rank makes of all ranks' inputs. Quantiles are over iterations and
-ranks. Exit status: 0; 1 if a result was wrong, a rank failed, or results could not be written; 2 if options are
+Each iteration has new routing and weights. Its rows are one of at most sixteen sets of random rows, and another one
+than in the iteration before. Outputs are filled with NaNs before each call, and a barrier aligns the ranks. A GPU is
+timed with CUDA events on the current stream, the CPU device with the clock. In checked iterations every element is
+compared with a reference that each rank makes of all ranks' inputs. Quantiles are over iterations and ranks. Exit status: 0; 1 if a result was wrong, a rank failed, or results could not be written; 2 if options are
 unusable, or differ among ranks.
 """
 
@@ -306,8 +306,9 @@ class Rank:
             device=str(device), dtype=shape.dtype, scales="fp32" if shape.dtype == "fp8" else None,
             combine_dtype=shape.combine_dtype, sms=sms,
         )
-        first = inputs(shape, 0, world.rank)
-        self.given = Inputs(*(None if t is None else t.to(device) for t in first))  # type: ignore[arg-type]
+        # Copies, on the CPU too: iterations write their own inputs here, and the sets of rows stay as they were drawn.
+        copies = (None if t is None else t.to(device, copy=True) for t in inputs(shape, 0, world.rank))
+        self.given = Inputs(*copies)  # type: ignore[arg-type]
         self.output, self.got = self.ep.output(self.given.x, layout=shape.layout)
         types, draw = TYPES[shape.combine_dtype], torch.Generator().manual_seed(world.rank)
         self.random = torch.randn(self.got.rows.shape, generator=draw).to(types).to(device)

@@ -235,7 +235,13 @@ def _dispatch(
         except BaseException as error:
             setattr(error, "sent", sent)
             raise
-        handle = found.receive(lambda: ep.dispatch_recv(sent, output))
+        try:
+            handle = found.receive(lambda: ep.dispatch_recv(sent, output))
+        except BaseException as error:
+            # Ctrl-C in its wait: the dispatch took place. Without a handle it did not, and is to be received.
+            if not hasattr(error, "handle"):
+                setattr(error, "sent", sent)
+            handle = found.take(error, "handle")
     else:
         capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
         made = _made(x, ep, stated, layout, capacity, row_weights, zero)

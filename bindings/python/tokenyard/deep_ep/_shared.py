@@ -72,8 +72,14 @@ class Streams:
 
 
 def world_of(group: Any, comm: Any) -> World:
-    """The world of a group of torch.distributed or of an MPI communicator; a world as it is."""
+    """The world of a group of torch.distributed or of an MPI communicator; a world of the first generation as it is.
+    Contexts over a later one leave out lost ranks' experts, and DeepEP's callers divide all experts among the ranks."""
     if isinstance(group, World):
+        if group.generation != 0:
+            raise ValueError(
+                f"group is a world of generation {group.generation}: give a group of these ranks alone, or a world that is "
+                "made of it anew"
+            )
         return group
     if group is None and comm is None:
         raise ValueError("group is None: give a group of torch.distributed, or a tokenyard.World")

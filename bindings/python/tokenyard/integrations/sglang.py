@@ -315,11 +315,12 @@ class _Dispatcher:
         if not isinstance(rows, torch.Tensor) or rows.dtype not in _ROWS:
             wanted = "torch.bfloat16 or torch.float16"
             raise TypeError(f"hidden_states of combine_input is of another dtype: expected {wanted}, got {_kind(rows)}")
-        no_gradient("SGLang's combine", rows, weights if weighted is not None else None)
         given: Dict[str, Any] = {"dtype": name_of(rows)}
+        no_gradient("SGLang's combine", rows)
         if weighted is not None:
             if not isinstance(weights, torch.Tensor) or weights.shape != weighted:
                 raise ValueError(f"topk_weights of combine_input: expected {[*weighted]}, got {_kind(weights)}")
+            no_gradient("SGLang's combine", weights)
             given["topk_weights"] = weights_of(ep, weights.float())
         out = torch.empty((handle.tokens, self._hidden), dtype=rows.dtype, device=rows.device)
         stream = self._overlapped(rows)

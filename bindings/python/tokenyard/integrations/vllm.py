@@ -840,6 +840,7 @@ class _Batched(_Both):
             raise ValueError(
                 f"topk_weights is of another shape: expected [{output.shape[0]}, up to {top_k}], got {[*weights.shape]}"
             )
+        no_gradient("finalize", weights)
         weights = weights_of(self._contexts[0], weights.float())
         # The other microbatch's half, which was sent before this one.
         self._batches.dbo_maybe_run_recv_hook()
