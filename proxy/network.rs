@@ -59,15 +59,17 @@ impl NetworkConfig {
     /// nothing; as each network's endpoint.
     pub fn open(&self, world: &World) -> Result<AnyTransport> {
         self.must_serve()?;
+        // Proxies know each other by their ranks of the first generation.
+        let rank = world.original(world.rank());
         let provider = match self.network {
             Network::Verbs => {
                 let (devices, nics, gpu) = (self.names.clone(), self.nics, self.gpu);
                 let config = VerbsConfig { devices, nics, gpu, ..VerbsConfig::default() };
-                return Ok(Box::new(VerbsEndpoint::open(world.rank(), config)?));
+                return Ok(Box::new(VerbsEndpoint::open(rank, config)?));
             }
             Network::Simulated => {
                 let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(self.seed) };
-                return Ok(Box::new(ProcessEndpoint::open(world.rank(), &token(world)?, config)?));
+                return Ok(Box::new(ProcessEndpoint::open(rank, &token(world)?, config)?));
             }
             Network::Efa => "efa",
             Network::Tcp => "tcp",
@@ -76,10 +78,10 @@ impl NetworkConfig {
         let mut config = LibfabricConfig::new(provider);
         (config.nics, config.domains) = (self.nics, self.names.clone());
         (config.source, config.gpu) = (self.source.clone(), self.gpu);
-        Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?))
+        Ok(Box::new(LibfabricEndpoint::open(rank, config)?))
     }
 
-    /// Refuses what this network would leave unread.
+    /// Refuses what this network would leave unread, but for the seed.
     fn must_serve(&self) -> Result<()> {
         let simulated_nics = SimConfig::hostile(self.seed).nics.len();
         let on_devices = matches!(self.network, Network::Verbs | Network::Efa);

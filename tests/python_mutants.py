@@ -182,6 +182,8 @@ MUTANTS = [
      "test_hosts.py"),
     ("no proxy beside a full one", HOSTS, 'if any(each["full"] for each in self._exchange({"full": full})):',
      'if self._exchange({"full": full}) is None:', "test_hosts.py"),
+    ("endpoints by ranks of the newest world", "proxy/network.rs", "let rank = world.original(world.rank());",
+     "let rank = world.rank();", "test_nodes.py"),
     ("the members' all-gather left out", f"{NATIVE}/worlds.rs", "let Some(all_gather) = all_gather else {",
      "let Some(all_gather) = all_gather.filter(|_| false) else {", "test_nodes.py"),
     ("lost gradients not refused", f"{PACKAGE}/_tensors.py", "tensor.requires_grad for tensor", "tensor.is_complex() for tensor", "test_ops.py"),

@@ -48,6 +48,7 @@ def test_wrong_arguments_name_what_is_wrong_and_the_next_call_works():
         (tokenyard.ConfigError, "top_k is 0", lambda: alone(top_k=0)),
         (TypeError, "unexpected keyword", lambda: alone(hiden=3)),
         (ValueError, "hidden is -1: give 0 or more", lambda: alone(hidden=-1)),
+        (TypeError, "experts is a NoneType: give a whole number", lambda: alone(experts=None)),
     ]
     handle = ep.dispatch_into(output, x, ids, weights)
     for kind, text, call in wrong:

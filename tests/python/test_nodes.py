@@ -192,9 +192,9 @@ def test_survivors_of_a_world_over_an_all_gather_regroup():
     assert in_ranks(range(3), rank) == [(0, 2, 1, [b"0", b"2"]), None, (1, 2, 1, [b"0", b"2"])]
 
 
-@pytest.mark.parametrize("anew", [False])
+@pytest.mark.parametrize("anew", [False, True])
 def test_survivors_between_nodes(anew):
-    """With the proxies that they have."""
+    """With the proxies that they have, and with proxies that are opened over their world, in which rank 3 is rank 2."""
     first, left, members = Ranks(4), Ranks(3), [0, 1, 3]
     case = Case(ranks=4, experts=9)
 

@@ -8,6 +8,8 @@ pub(super) fn number<T: TryFrom<u64>>(name: &str, value: &Bound<'_, PyAny>) -> P
     match value.extract::<u64>() {
         Ok(number) => T::try_from(number).map_err(|_| outside::<T>(name, value)),
         Err(raised) if raised.is_instance_of::<PyOverflowError>(value.py()) => Err(outside::<T>(name, value)),
+        // Of the caller's own __index__, or Ctrl-C.
+        Err(raised) if !raised.is_instance_of::<PyTypeError>(value.py()) => Err(raised),
         Err(_) => {
             let kind = value.get_type().name()?;
             Err(PyTypeError::new_err(format!("{name} is a {kind}: give a whole number")))

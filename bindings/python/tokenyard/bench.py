@@ -48,7 +48,7 @@ LAYOUTS, MODES = ("contiguous", "masked", "token"), ("fused", "split", "graph")
 _NAME = "tokenyard.bench"
 # What generators of random numbers take, and the library's numbers.
 _MOST = 2**63
-# Elements of rows that are drawn for all ranks; two calls' rows in any case.
+# Elements of all ranks' rows that are drawn once and kept.
 _MOST_ROWS = 1 << 26
 
 
@@ -108,8 +108,9 @@ def _rows(shape: Shape, number: int, rank: int) -> Tuple[torch.Tensor, Optional[
 def inputs(shape: Shape, iteration: int, rank: int) -> Inputs:
     """A rank's tokens in an iteration: the same on every rank that asks. Routing and weights are of this iteration
     alone; rows come again, as to draw them would take most of the time."""
-    kinds = max(2, min(16, _MOST_ROWS // (shape.world * shape.tokens * shape.hidden)))
-    rows, scales = _rows(shape, iteration % kinds, rank)
+    kinds = min(16, _MOST_ROWS // (shape.world * shape.tokens * shape.hidden))
+    # Sets that would be too large are drawn anew, and not kept.
+    rows, scales = _rows(shape, iteration % kinds, rank) if kinds > 1 else _rows.__wrapped__(shape, iteration, rank)
     draw = _draw(shape, ~iteration, rank)
     ids = torch.rand((shape.tokens, shape.experts), generator=draw).argsort(1)[:, : shape.top_k].contiguous()
     return Inputs(rows, scales, ids, torch.rand((shape.tokens, shape.top_k), generator=draw) + 0.1)
