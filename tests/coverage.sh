@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
-# tools of the Rust toolchain. With --build it builds them alone, by one job.
+# tools of the Rust toolchain. With --build it builds them alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +25,7 @@ chmod +x "$wrapper"
 # Processes that end write what they counted into one of eight files a program.
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
 build=(cargo test --no-default-features --features cli,c --target-dir "$target" --lib --bins --tests --no-run)
-if [ "${1:-}" = --build ]; then exec "${build[@]}" --jobs 1; fi
+if [ "${1:-}" = --build ]; then exec "${build[@]}"; fi
 rm -rf "$target/profiles" "$target/logs"
 mkdir "$target/logs"
 "${build[@]}"
