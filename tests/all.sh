@@ -334,7 +334,7 @@ python() {
     # One after the other, as they share a cache.
     echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
   } | two_at_a_time
-  # One of fourteen, since CI has little time; without options it runs all.
+  # One of fourteen of those that need no build, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
 
