@@ -385,7 +385,9 @@ END
 # One of a hundred and forty-four, since CI has little time and each takes a minute; python3 tests/mutants.py runs all.
 mutants() {
   say "mutants"
-  python3 tests/mutants.py --one-in 144
+  local passed=()
+  if wanted coverage && wanted verify; then passed=(--passed); fi
+  python3 tests/mutants.py "${passed[@]}" --one-in 144
 }
 
 # All Rust tests, with every line counted.

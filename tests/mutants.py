@@ -5,7 +5,8 @@ A mutant is a named (file, original text, mutated text). The text must occur exa
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
 Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide;
 or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since;
-or --check, which only looks at the table.
+or --check, which only looks at the table. Before them --passed: the suite has just passed, so that what is run against
+the mutants is not run without any first.
 """
 
 import contextlib
@@ -731,14 +732,14 @@ def check_texts():
         Worker(0).checks_of(mutant)
 
 
-def prepare(mutants):
-    """Builds the tree in as many places, and demands that what is run against the mutants passes without any."""
-    # Few do not make up for a further tree, which takes as long as some eight of them.
-    workers = [Worker(number) for number in range(min(WORKERS, 1 + len(mutants) // 8))]
+def prepare(mutants, passed):
+    """Builds the tree in as many places, and demands that what is run against the mutants passes without any; `passed`: that
+    was just seen."""
+    workers = [Worker(number) for number in range(WORKERS)]
     for worker in workers:
         worker.copy()
     waiting, problems = queue.SimpleQueue(), []
-    for number in range(len(workers[0].checks_of_all(mutants))):
+    for number in range(0 if passed else len(workers[0].checks_of_all(mutants))):
         waiting.put(number)
 
     def work(worker):
@@ -811,7 +812,9 @@ def main():
     check_texts()
     if sys.argv[1:] == ["--check"]:
         return
-    mutants, missed, resumes = chosen(sys.argv[1:]), [], sys.argv[1:] == ["--resume"]
+    passed = sys.argv[1:2] == ["--passed"]
+    arguments = sys.argv[2 if passed else 1:]
+    mutants, missed, resumes = chosen(arguments), [], arguments == ["--resume"]
     waiting = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)
@@ -828,7 +831,7 @@ def main():
                     caught.write(f"{fingerprint(mutant)} {mutant[0]}\n")
             print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
 
-    in_threads(work, prepare(mutants))
+    in_threads(work, prepare(mutants, passed))
     print(f"{len(mutants) - len(missed)} of {len(mutants)} mutants caught")
     sys.exit(1 if missed else 0)
 
