@@ -136,14 +136,12 @@ lint() {
     return 1
   fi
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
-  if wanted coverage; then begin_coverage; fi
 }
 
 # Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
 begin_coverage() {
   mkdir -p target
-  # With kernels, though lint, which starts this, goes without.
-  env -u TOKENYARD_LINT nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
+  nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
   coverage_ahead=$!
 }
 
@@ -163,6 +161,7 @@ build_ahead() {
 build() {
   say "release build"
   if [ -n "$ahead" ]; then
+    if wanted coverage; then begin_coverage; fi
     wait "$ahead" || true # the next line says why
     ahead=
     cat target/release-build.log
@@ -334,7 +333,7 @@ python() {
     # One after the other, as they share a cache.
     echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
   } | two_at_a_time
-  # One of fourteen of those that need no build, since CI has little time; without options it runs all.
+  # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
 
@@ -385,9 +384,7 @@ END
 # One of a hundred and forty-four, since CI has little time and each takes a minute; python3 tests/mutants.py runs all.
 mutants() {
   say "mutants"
-  local passed=()
-  if wanted coverage && wanted verify; then passed=(--passed); fi
-  python3 tests/mutants.py "${passed[@]}" --one-in 144
+  python3 tests/mutants.py --one-in 144
 }
 
 # All Rust tests, with every line counted.

@@ -5,11 +5,9 @@ A mutant is a named (file, original text, mutated text). The text must occur exa
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
 Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide;
 or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since;
-or --check, which only looks at the table. Before them --passed: the suite has just passed, so that what is run against
-the mutants is not run without any first.
+or --check, which only looks at the table.
 """
 
-import contextlib
 import hashlib
 import os
 import pathlib
@@ -505,14 +503,15 @@ LONGEST_BUILD = 900
 
 
 def run_whole(command, folder, environment, limit):
-    """Runs a command. What it started ends with it, such as the tests of cargo test, which may hang for good."""
+    """Runs a command. What it started ends with it at the limit, such as tests of cargo test, which may hang for good."""
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **piped) as process:
         try:
             out, err = process.communicate(timeout=limit)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:
+            # Nobody has waited for it, so the number is still its own.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
@@ -732,14 +731,13 @@ def check_texts():
         Worker(0).checks_of(mutant)
 
 
-def prepare(mutants, passed):
-    """Builds the tree in as many places, and demands that what is run against the mutants passes without any; `passed`: that
-    was just seen."""
+def prepare(mutants):
+    """Builds the tree in as many places, and demands that what is run against the mutants passes without any."""
     workers = [Worker(number) for number in range(WORKERS)]
     for worker in workers:
         worker.copy()
     waiting, problems = queue.SimpleQueue(), []
-    for number in range(0 if passed else len(workers[0].checks_of_all(mutants))):
+    for number in range(len(workers[0].checks_of_all(mutants))):
         waiting.put(number)
 
     def work(worker):
@@ -812,9 +810,7 @@ def main():
     check_texts()
     if sys.argv[1:] == ["--check"]:
         return
-    passed = sys.argv[1:2] == ["--passed"]
-    arguments = sys.argv[2 if passed else 1:]
-    mutants, missed, resumes = chosen(arguments), [], arguments == ["--resume"]
+    mutants, missed, resumes = chosen(sys.argv[1:]), [], sys.argv[1:] == ["--resume"]
     waiting = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)
@@ -831,7 +827,7 @@ def main():
                     caught.write(f"{fingerprint(mutant)} {mutant[0]}\n")
             print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
 
-    in_threads(work, prepare(mutants, passed))
+    in_threads(work, prepare(mutants))
     print(f"{len(mutants) - len(missed)} of {len(mutants)} mutants caught")
     sys.exit(1 if missed else 0)
 
