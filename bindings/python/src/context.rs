@@ -161,8 +161,8 @@ pub(super) fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
 impl Context {
     #[new]
     #[pyo3(signature = (
-        world, format, *, experts, top_k, device="cuda", room_for=None, timeout=30.0, sms=None, placement=None,
-        duplicates=false, payload_words=0, dispatch_payload_words=0, missing_ranks="fatal", partial="same",
+        world, format, *, experts, top_k, payload_words, dispatch_payload_words, device="cuda", room_for=None,
+        timeout=30.0, sms=None, placement=None, duplicates=false, missing_ranks="fatal", partial="same",
         round_tokens=None, handles=None, handle_rows=None, proxy=None,
     ))]
     // The parameters are Python's keywords.
@@ -171,24 +171,29 @@ impl Context {
         py: Python<'_>,
         world: &World,
         format: PyRef<'_, Format>,
-        experts: usize,
-        top_k: usize,
+        experts: &Bound<'_, PyAny>,
+        top_k: &Bound<'_, PyAny>,
+        payload_words: &Bound<'_, PyAny>,
+        dispatch_payload_words: &Bound<'_, PyAny>,
         device: &str,
         room_for: Option<Vec<PyRef<'_, Format>>>,
         timeout: f64,
         sms: Option<Bound<'_, PyAny>>,
         placement: Option<Vec<Bound<'_, PyAny>>>,
         duplicates: bool,
-        payload_words: usize,
-        dispatch_payload_words: usize,
         missing_ranks: &str,
         partial: &str,
-        round_tokens: Option<usize>,
-        handles: Option<usize>,
-        handle_rows: Option<usize>,
+        round_tokens: Option<Bound<'_, PyAny>>,
+        handles: Option<Bound<'_, PyAny>>,
+        handle_rows: Option<Bound<'_, PyAny>>,
         proxy: Option<&Proxy>,
     ) -> PyResult<Context> {
         let timeout = duration("timeout", timeout)?;
+        let (experts, top_k) = (number("experts", experts)?, number("top_k", top_k)?);
+        let payload_words = number("payload_words", payload_words)?;
+        let dispatch_payload_words = number("dispatch_payload_words", dispatch_payload_words)?;
+        let (round_tokens, handles) = (maybe("round_tokens", round_tokens)?, maybe("handles", handles)?);
+        let handle_rows = maybe("handle_rows", handle_rows)?;
         let of = world.inner.get(py)?;
         let device = device_of(py, device, of.local_rank())?;
         let (own, partial) = (&format.inner, calls::partial(partial)?);

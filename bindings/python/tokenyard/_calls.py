@@ -94,14 +94,8 @@ class AllToAll:
         handle_rows: Optional[int] = None,
         proxy: Optional[_native.Proxy] = None,
     ) -> None:
-        numbers: Dict[str, Optional[int]] = dict(
-            hidden=hidden, experts=experts, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank,
-            payload_words=payload_words, dispatch_payload_words=dispatch_payload_words,
-        )
-        choices = dict(sms=sms, round_tokens=round_tokens, handles=handles, handle_rows=handle_rows)
-        numbers.update((name, number) for name, number in choices.items() if number is not None)
-        for name, number in numbers.items():
-            _must_be_number(name, number)
+        # The format has another name for it.
+        _must_be_number("max_tokens_per_rank", max_tokens_per_rank)
         self._format = Format(
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
             weights=weights,
