@@ -107,7 +107,7 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     build.cpp(true).std("c++20").opt_level(level).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
-    // Line tables alone, as Cargo.toml asks of rustc: with all of it g++ takes a third longer for an object thrice as large.
+    // Line tables alone, as Cargo.toml asks of rustc: else g++ takes a third longer, for an object thrice as large.
     if env::var("DEBUG").is_ok_and(|wanted| !["0", "false", "none"].contains(&wanted.as_str())) {
         build.debug(false).flag("-g1");
     }

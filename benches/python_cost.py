@@ -118,9 +118,14 @@ class Rank:
         room = self.ep.plan(0, "contiguous", 1, None)
         # Of torch 2.11 and later.
         dispatch_in_c, combine_in_c = _eager._DISPATCH, _eager._COMBINE
+        into, sums_into = _eager._DISPATCH_INTO, _eager._COMBINE_INTO
+        got, given = self.got, ops.Dispatched(self.got.rows, self.got.counts, None, self.args.tokens)
         in_c = [
             {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3),
              "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
+            {"into's operator": lambda _: into(
+                x, ids, weights, scales, got.rows, got.counts, got.scales, got.offsets, x, room | 15)[0],
+             "combine into's operator": lambda handle: sums_into(self.rows, handle, self.rows, self.out, 0)},
             {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
         ] if _eager.DEFINED else []
 
@@ -134,8 +139,9 @@ class Rank:
              "ops.combine": lambda got: ops.combine(self.rows, got)},
             *in_c,
             {"ops.dispatch_into": lambda _: ops.dispatch_into(
-                self.ep, self.got.rows, self.got.counts, x, ids, weights, scales=scales, row_scales=self.got.scales,
-                offsets=self.got.offsets)},
+                self.ep, got.rows, got.counts, x, ids, weights, scales=scales, row_scales=got.scales,
+                offsets=got.offsets),
+             "ops.combine_into": lambda handle: ops.combine_into(self.out, self.rows, given._replace(handle=handle))},
             {"deep_ep LL dispatch": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape),
              "deep_ep LL combine": combine_ll},
             {"deep_ep LL dispatch, hook": lambda _: buffer.low_latency_dispatch(self.x16, self.ids64, *shape, return_recv_hook=True),

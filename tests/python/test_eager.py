@@ -92,6 +92,147 @@ def test_values_are_those_of_operators_in_python(layout, more, python_alone):
 
 
 @needs_them
+@pytest.mark.parametrize("layout", ["contiguous", "masked", "token"])
+@pytest.mark.parametrize("more", [{}, QUANTIZED, {"weights": "combine"}, {"align": 4}], ids=str)
+def test_tensors_of_the_caller_get_what_operators_in_python_bring(layout, more, python_alone):
+    more = dict(more)
+    align = more.pop("align", 1)
+    if layout != "contiguous":
+        align = 1  # there is none elsewhere
+    if layout == "token":
+        more.pop("weights", None)
+    case = Case(2, tokens=9, hidden=512, experts=8, top_k=3)
+
+    def run(world):
+        with tokenyard.AllToAll(world, **case.limits | more | PLACE) as ep:
+            x, ids, weights = tensors(case, world.rank)
+            late = {"topk_weights": weights} if more.get("weights") == "combine" else {}
+            x, brought = x.to(torch.bfloat16) if "quantize" in more else x, None if late else weights
+            results = []
+            for capacity in (ep.capacity(layout, align), ep.capacity(layout, align) + 5):
+                before = _native.operator_handles()
+                made = ops._made(x, ep, ep.format, layout, capacity, False, False)
+                for tensor in made.values():
+                    tensor.view(torch.uint8).fill_(0x5A)
+                versions = {name: tensor._version for name, tensor in made.items()}
+                others = {"row_scales" if name == "scales" else name: made[name] for name in made if name not in ("rows", "counts")}
+                handle = ops.dispatch_into(ep, made["rows"], made["counts"], x, ids, brought, layout=layout, align=align, **others)
+                used = _native.operator_handles() > before
+                assert all(tensor._version > versions[name] for name, tensor in made.items())
+                got = ops.Dispatched(made["rows"], made["counts"], handle, case.count[world.rank])
+                rows = got.rows.to(torch.bfloat16 if "quantize" in more else torch.float32)
+                out = torch.full_like(x, 7.0)
+                version = out._version
+                ops.combine_into(out, rows, got, **late)
+                once = out.clone()
+                ops.combine_into(out, rows, got, accumulate=True, **late)
+                assert out._version > version + 1
+                done(ep)
+                results.append((used, made, once, out))
+                del got, handle
+            return results
+
+    fast = of_ranks(2, run)
+    python_alone()
+    slow = of_ranks(2, run)
+    for of_fast, of_slow in zip(fast, slow):
+        for (used, a, *sums), (unused, b, *wanted) in zip(of_fast, of_slow):
+            assert used and not unused
+            torch.testing.assert_close(sums, wanted, rtol=0, atol=0)
+            assert not torch.equal(sums[0], sums[1])
+            for name, tensor in a.items():
+                # What no row has is as it was, in both.
+                same = tensor.view(torch.uint8) == b[name].view(torch.uint8)
+                assert same.all(), name
+
+
+@needs_them
+def test_tensors_of_the_caller_are_refused_as_in_python(python_alone):
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        got = ops.dispatch(ep, x, ids, weights)
+        rows, counts, offsets, out = got.rows, got.counts, got.offsets, torch.empty_like(x)
+        freed = torch.empty_like(rows)
+        freed.untyped_storage().resize_(0)
+        leaf = torch.zeros_like(rows, requires_grad=True)
+
+        def into(rows=rows, counts=counts, x=x, ids=ids, weights=weights, **how):
+            return lambda: ops.dispatch_into(ep, rows, counts, x, ids, weights, **how)
+
+        def sums(out=out, rows=rows, got=got, **how):
+            return lambda: ops.combine_into(out, rows, got, **how)
+
+        experts, words = ids.new_zeros((len(rows), 2), dtype=torch.int32), torch.zeros(len(rows), 2, device=DEVICE)
+        calls = [
+            into(rows=rows[:, :128]), into(rows=rows.double()), into(rows=rows.t()), into(rows=freed), into(rows=rows[0]),
+            into(rows=rows.unsqueeze(0)), into(counts=counts.long()), into(counts=counts[:3]), into(counts=counts.view(2, 2)),
+            into(counts=torch.zeros(8, dtype=torch.int32, device=DEVICE)[::2]),
+            into(offsets=offsets[:3]), into(offsets=offsets.float()), into(row_scales=weights), into(scales=weights),
+            into(layout="masked"), into(layout="token", token_experts=experts[:3], token_weights=words),
+            into(layout="token", token_experts=experts, token_weights=words[:, :1]),
+            into(token_experts=experts), into(token_weights=words), into(layout="other"), into(align=0), into(align=-1),
+            into(rows=x), into(ids=ids[:3]), into(weights=None), into(x=x[:, :8]), into(format=3), into(rows=rows.to_sparse()),
+            into(rows=leaf, x=x.clone().requires_grad_()),
+            sums(out=out[:3]), sums(out=out[:, :8]), sums(out=out.long()), sums(out=out.t().contiguous().t()), sums(out=rows),
+            sums(out=freed), sums(rows=rows[:, :8]), sums(rows=rows.long()), sums(topk_weights=weights),
+            sums(got=got._replace(handle=torch.zeros(1, dtype=torch.int64, device=DEVICE))),
+            sums(got=got._replace(handle=got.handle.float())), sums(out=leaf[: case.tokens]),
+        ]
+        if DEVICE == "cuda":
+            calls += [into(rows=rows.cpu()), into(counts=counts.cpu()), sums(out=out.cpu())]
+
+        def refused():
+            found = []
+            for number, call in enumerate(calls):
+                with pytest.raises(Exception) as raised:
+                    call()
+                found.append((number, raised.type, str(raised.value)))
+            return found
+
+        fast = refused()
+        python_alone()
+        for found, wanted in zip(fast, refused()):
+            assert found == wanted
+        # Nothing of it took place.
+        done(ep)
+        ops.combine_into(out, rows, got)
+        torch.testing.assert_close(out, ops.combine(rows, got), rtol=0, atol=0)
+        done(ep)
+
+
+@needs_them
+@pytest.mark.parametrize("in_python", [False, True])
+def test_unusable_routing_into_tensors_of_the_caller_has_the_handle(in_python, python_alone):
+    if DEVICE == "cuda":
+        pytest.skip("calls on a GPU raise what they find in a later check")
+    if in_python:
+        python_alone()
+    case = Case(2, tokens=5, hidden=256, experts=4, top_k=2)
+
+    def run(world):
+        with tokenyard.AllToAll(world, **case.limits) as ep:
+            x, ids, weights = tensors(case, world.rank)
+            rows, counts = torch.zeros(ep.capacity(), case.hidden), torch.zeros(2, dtype=torch.int32)
+            if world.rank == 1:
+                ids[0, 0] = 4
+                with pytest.raises(tokenyard.RoutingError) as raised:
+                    ops.dispatch_into(ep, rows, counts, x, ids, weights)
+                handle = raised.value.handle
+                del raised.value.handle
+            else:
+                handle = ops.dispatch_into(ep, rows, counts, x, ids, weights)
+            out = torch.empty_like(x)
+            ops.combine_into(out, rows, ops.Dispatched(rows, counts, handle, case.count[world.rank]))
+            world.barrier()
+            return out
+
+    first, second = of_ranks(2, run)
+    assert first.abs().sum() > 0 and second.abs().sum() == 0
+
+
+@needs_them
 def test_calls_that_they_are_not_for_go_through_operators_in_python():
     case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
     (world,) = tokenyard.World.threads(1)
@@ -219,6 +360,7 @@ def test_numbers_that_are_no_plan_and_plans_of_closed_contexts():
     x, ids, weights = tensors(case, 0)
     for number in (0, 3, -1, 1 << 62, (1 << 63) - 1, -(1 << 63)):
         assert torch.ops.tokenyard._dispatch(x, ids, weights, x, number) == []
+        assert torch.ops.tokenyard._dispatch_into(x, ids, weights, x, x, ids, x, x, x, number) == []
         assert _native.take_pending() is None
     plan = ep.plan(0, "contiguous", 1, None)
     for capacity in range(100):

@@ -191,9 +191,14 @@ impl Array {
     /// An array without gaps whose elements are of one of these types.
     pub fn whole(name: &'static str, value: &Bound<'_, PyAny>, elements: &[Element], writes: bool) -> PyResult<Array> {
         let array = Array::of(name, value, writes)?;
-        array.must_hold(elements)?;
-        array.must_be_contiguous()?;
+        array.must_be_whole(elements)?;
         Ok(array)
+    }
+
+    /// Refuses gaps, and elements of other types.
+    pub fn must_be_whole(&self, elements: &[Element]) -> PyResult<()> {
+        self.must_hold(elements)?;
+        self.must_be_contiguous()
     }
 
     fn of_torch(name: &'static str, tensor: &Bound<'_, PyAny>) -> PyResult<Array> {

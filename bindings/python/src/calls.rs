@@ -376,45 +376,24 @@ impl Output {
         total_counts: Option<&Bound<'_, PyAny>>,
         wait_times: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Output> {
-        let rows = Array::of("rows", rows, true)?;
-        let layout = self::layout(layout, align, rows.places())?;
-        let dimensions = if matches!(layout, Layout::Masked { .. }) { 3 } else { 2 };
-        rows.must_have(dimensions)?;
-        let all = rows.shape().iter().take(dimensions - 1).fold(1, |all: usize, length| all.saturating_mul(*length));
-        let counts = Array::whole("counts", counts, &[Element::I32], true)?;
-        counts.must_have(1)?;
-        let experts = counts.len();
-        if dimensions == 3 && rows.len() != experts {
-            rows.must_be_shaped(&[experts, rows.shape()[1], rows.shape()[2]])?;
-        }
-        let scales = scales.map(|scales| Array::whole("scales", scales, &SCALES, true)).transpose()?;
-        let mut others = Vec::new();
-        // None: as long as the caller likes, which the call compares with what it needs.
+        let array = |name, value: &Bound<'_, PyAny>| Array::of(name, value, true);
+        let (rows, counts) = (array("rows", rows)?, array("counts", counts)?);
+        let scales = scales.map(|scales| array("scales", scales)).transpose()?;
         let given = [
-            ("offsets", offsets, vec![Some(experts + 1)], Element::I32),
-            ("row_expert", row_expert, vec![Some(all)], Element::I32),
-            ("source", source, vec![Some(all), Some(2)], Element::I32),
-            ("row_count", row_count, vec![Some(1)], Element::I32),
-            ("token_experts", token_experts, vec![Some(all), None], Element::I32),
-            ("token_weights", token_weights, vec![Some(all), None], Element::Fp32),
-            ("source_ranges", source_ranges, vec![Some(experts), None], Element::I64),
-            ("total_counts", total_counts, vec![Some(experts)], Element::I32),
-            ("wait_times", wait_times, vec![None], Element::I64),
+            ("offsets", offsets),
+            ("row_expert", row_expert),
+            ("source", source),
+            ("row_count", row_count),
+            ("token_experts", token_experts),
+            ("token_weights", token_weights),
+            ("source_ranges", source_ranges),
+            ("total_counts", total_counts),
+            ("wait_times", wait_times),
+            ("payload", payload),
         ];
-        for (name, value, shape, element) in given {
-            let Some(value) = value else { continue };
-            let array = Array::whole(name, value, &[element], true)?;
-            array.must_have(shape.len())?;
-            let wanted = shape.iter().zip(array.shape()).map(|(wanted, found)| wanted.unwrap_or(*found));
-            array.must_be_shaped(&wanted.collect::<Vec<_>>())?;
-            others.push((name, array));
-        }
-        if let Some(payload) = payload {
-            let array = Array::whole("payload", payload, &[Element::Fp32], true)?;
-            array.must_be_beside(rows.places(), array.columns())?;
-            others.push(("payload", array));
-        }
-        Ok(Output { layout, rows, counts, scales, column_major, zero_padding, others })
+        let others = given.into_iter().filter_map(|(name, value)| value.map(|value| Ok((name, array(name, value)?))));
+        let output = Output::of_arrays(layout, align, rows, counts, scales, others.collect::<PyResult<_>>()?)?;
+        Ok(Output { column_major, zero_padding, ..output })
     }
 }
 
@@ -422,6 +401,56 @@ impl Output {
     /// Where rows lie: the dimensions before their columns.
     pub fn places(&self) -> &[usize] {
         self.rows.places()
+    }
+
+    /// An output of a caller's arrays, of whose shapes it refuses those that do not fit each other.
+    pub fn of_arrays(
+        layout: &str,
+        align: usize,
+        rows: Array,
+        counts: Array,
+        scales: Option<Array>,
+        others: Vec<(&'static str, Array)>,
+    ) -> PyResult<Output> {
+        let layout = self::layout(layout, align, rows.places())?;
+        let dimensions = if matches!(layout, Layout::Masked { .. }) { 3 } else { 2 };
+        rows.must_have(dimensions)?;
+        let all = rows.shape().iter().take(dimensions - 1).fold(1, |all: usize, length| all.saturating_mul(*length));
+        counts.must_be_whole(&[Element::I32])?;
+        counts.must_have(1)?;
+        let experts = counts.len();
+        if dimensions == 3 && rows.len() != experts {
+            rows.must_be_shaped(&[experts, rows.shape()[1], rows.shape()[2]])?;
+        }
+        if let Some(scales) = &scales {
+            scales.must_be_whole(&SCALES)?;
+        }
+        for (name, array) in &others {
+            // None: as long as the caller likes, which the call compares with what it needs.
+            let (shape, element): (&[Option<usize>], Element) = match *name {
+                "offsets" => (&[Some(experts + 1)], Element::I32),
+                "row_expert" => (&[Some(all)], Element::I32),
+                "source" => (&[Some(all), Some(2)], Element::I32),
+                "row_count" => (&[Some(1)], Element::I32),
+                "token_experts" => (&[Some(all), None], Element::I32),
+                "token_weights" => (&[Some(all), None], Element::Fp32),
+                "source_ranges" => (&[Some(experts), None], Element::I64),
+                "total_counts" => (&[Some(experts)], Element::I32),
+                "wait_times" => (&[None], Element::I64),
+                _ => {
+                    array.must_be_whole(&[Element::Fp32])?;
+                    array.must_be_beside(rows.places(), array.columns())?;
+                    continue;
+                }
+            };
+            array.must_be_whole(&[element])?;
+            array.must_have(shape.len())?;
+            if shape.iter().zip(array.shape()).any(|(wanted, found)| wanted.is_some_and(|wanted| wanted != *found)) {
+                let wanted = shape.iter().zip(array.shape()).map(|(wanted, found)| wanted.unwrap_or(*found));
+                array.must_be_shaped(&wanted.collect::<Vec<_>>())?;
+            }
+        }
+        Ok(Output { layout, rows, counts, scales, column_major: false, zero_padding: false, others })
     }
 
     /// An output of arrays that an operator made.

@@ -457,7 +457,7 @@ impl Context {
         let call = self.call_of(&ep, &handle.format);
         let given = Array::of("rows", rows, false)?;
         let weights = calls::read("topk_weights", topk_weights)?;
-        let (mut from, places) = self.expert_rows(&call, &given, handle, weights, calls::dtype_of(dtype)?)?;
+        let (mut from, places) = self.expert_rows(&call, &given, handle, weights.as_ref(), calls::dtype_of(dtype)?)?;
         let mut to = self.sums(&call, &Array::of("out", out, true)?, accumulate, wait_times)?;
         if let (Some(payload), Some(payload_out)) = (payload, payload_out) {
             let (given, got) = calls::payload(&call, payload, payload_out, &places)?;
@@ -484,7 +484,7 @@ impl Context {
         let call = self.call_of(&ep, &handle.format);
         let given = Array::of("rows", rows, false)?;
         let weights = calls::read("topk_weights", topk_weights)?;
-        let (from, _) = self.expert_rows(&call, &given, handle, weights, calls::dtype_of(dtype)?)?;
+        let (from, _) = self.expert_rows(&call, &given, handle, weights.as_ref(), calls::dtype_of(dtype)?)?;
         let sent = self.enqueued(py, || ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
         let format = handle.format.clone();
@@ -734,7 +734,7 @@ impl Core {
         call: &Call<'_>,
         rows: &Array,
         handle: &Parts,
-        topk_weights: Option<Array>,
+        topk_weights: Option<&Array>,
         dtype: Option<Dtype>,
     ) -> PyResult<(Rows, Vec<usize>)> {
         let dtype = dtype.unwrap_or(handle.format.inner.combine_dtype);
@@ -750,7 +750,7 @@ impl Core {
             weights.must_be_shaped(&[handle.tokens, self.top_k])?;
             weights.must_hold(&[Element::Fp32])?;
             weights.must_be_contiguous()?;
-            to = to.topk_weight(call.view(&weights)?);
+            to = to.topk_weight(call.view(weights)?);
         }
         Ok((to, rows.places().to_vec()))
     }

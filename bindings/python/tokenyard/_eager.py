@@ -21,7 +21,8 @@ DEFINED: bool = _native.define_operators()
 _forward: Any = torch.autograd.forward_ad
 _C: Any = torch._C
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WEIGHTS, _SCALES = 1, 2
+_WEIGHTS, _SCALES, _ROW_SCALES, _FIRST, _SECOND = 1, 2, 4, 8, 16
+_ACCUMULATE = 2
 
 
 def _operator(name: str) -> Any:
@@ -29,7 +30,8 @@ def _operator(name: str) -> Any:
     return getattr(torch.ops.tokenyard, name).default._op if DEFINED else None
 
 
-_DISPATCH, _COMBINE = _operator("_dispatch"), _operator("_combine")
+_DISPATCH, _DISPATCH_INTO = _operator("_dispatch"), _operator("_dispatch_into")
+_COMBINE, _COMBINE_INTO = _operator("_combine"), _operator("_combine_into")
 
 
 def plain(*tensors: Optional[torch.Tensor]) -> bool:
@@ -74,6 +76,62 @@ def dispatch(
         # An output without room has no rows.
         made[1].zero_()
     return made, found
+
+
+def dispatch_into(
+    plan: int,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    scales: Optional[torch.Tensor],
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    row_scales: Optional[torch.Tensor],
+    first: Optional[torch.Tensor],
+    second: Optional[torch.Tensor],
+) -> Optional[torch.Tensor]:
+    """The handle of a dispatch into tensors of the caller. `first` and `second`: offsets alone, or in the token layout
+    experts and weights of tokens. None: the call is none for this operator. An error of a call that took place has the
+    handle as its `handle`."""
+    flags, others = 0, []
+    for flag, tensor in (
+        (_WEIGHTS, topk_weights), (_SCALES, scales), (_ROW_SCALES, row_scales), (_FIRST, first), (_SECOND, second)
+    ):
+        flags |= flag if tensor is not None else 0
+        others.append(x if tensor is None else tensor)
+    made: List[torch.Tensor] = _DISPATCH_INTO(
+        x, topk_idx, others[0], others[1], rows, counts, others[2], others[3], others[4], plan | flags
+    )
+    found = _found(made, x.is_cuda)
+    if found:
+        found.raise_with(made[0] if made else None, "handle")
+    return made[0] if made else None
+
+
+def combine_into(
+    rows: torch.Tensor,
+    handle: torch.Tensor,
+    topk_weights: Optional[torch.Tensor],
+    out: torch.Tensor,
+    accumulate: bool,
+) -> bool:
+    """Makes sums in a tensor of the caller. False: the call is none for this operator."""
+    weighted = topk_weights is not None
+    flags = (_ACCUMULATE if accumulate else 0) | weighted
+    made: List[torch.Tensor] = _COMBINE_INTO(rows, handle, topk_weights if weighted else rows, out, flags)
+    _found(made, rows.is_cuda).raise_with(None)
+    return bool(made)
+
+
+def written(*tensors: Optional[torch.Tensor]) -> None:
+    """Counts a write, so that backward refuses a tensor that it saved before."""
+    counted = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
+    if counted and _INCREMENT is not None:
+        for tensor in counted:
+            _INCREMENT(tensor)
+
+
+_INCREMENT: Any = getattr(torch.autograd.graph, "increment_version", None)
 
 
 def combine(

@@ -51,13 +51,13 @@ class Found:
             self._error = error
         return receive()
 
-    def raise_with(self, dispatched: Any) -> None:
-        """Raises the error, if there is one, with these results as its `dispatched`, if there are any."""
+    def raise_with(self, made: Any, name: str = "dispatched") -> None:
+        """Raises the error, if there is one, with what the call made as this field, if it made something."""
         error, self._error = self._error, None
         if error is None:
             return
-        if dispatched is not None:
-            setattr(error, "dispatched", dispatched)
+        if made is not None:
+            setattr(error, name, made)
         try:
             raise error
         finally:

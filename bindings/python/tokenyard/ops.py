@@ -303,23 +303,23 @@ def _dispatch_into(
     token_weights: Optional[torch.Tensor],
 ) -> torch.Tensor:
     ep = _context(context)
+    must_lie(layout, align)
     stated = ep.formats[format]
     given = {"rows": rows, "counts": counts, "scales": row_scales, "offsets": offsets}
     given |= {"token_experts": token_experts, "token_weights": token_weights}
     made = {name: tensor for name, tensor in given.items() if tensor is not None}
     output = _output(ep, layout, align, made)
     weights = topk_weights if stated.weights == "dispatch" else None
-    handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, format=stated)
-    _written(*made.values())
-    return _keep(x, ep, handle, layout)
-
-
-def _written(*tensors: torch.Tensor) -> None:
-    """Counts a write, so that backward refuses a tensor that it saved before."""
-    count = getattr(torch.autograd.graph, "increment_version", None)
-    for tensor in tensors:
-        if count is not None and not tensor.is_inference():
-            count(tensor)
+    found = Found()
+    try:
+        handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, format=stated)
+    except BaseException as error:
+        # The dispatch took place, also before a Ctrl-C in its wait.
+        handle = found.take(error, "handle")
+    _eager.written(*made.values())
+    kept = _keep(x, ep, handle, layout)
+    found.raise_with(kept, "handle")
+    return kept
 
 
 def _stands(x: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -428,7 +428,7 @@ def _combine_into(
 ) -> None:
     kept = _kept("handle", handle)
     kept.ep.combine(rows, kept.value, out, topk_weights=topk_weights, accumulate=accumulate, dtype=name_of(rows))
-    _written(out)
+    _eager.written(out)
 
 
 def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Optional[torch.Tensor]) -> torch.Tensor:
@@ -627,6 +627,13 @@ def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
 
 
 def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:
+    if layout == "contiguous" and not row_weights:
+        # What decoding calls most.
+        if scales:
+            handle, rows, counts, row_scales, offsets = got
+            return Dispatched(rows, counts, handle, tokens, row_scales, offsets)
+        handle, rows, counts, offsets = got
+        return Dispatched(rows, counts, handle, tokens, None, offsets)
     return Dispatched(tokens=tokens, **dict(zip(_names(scales, layout, row_weights), got)))
 
 
@@ -647,9 +654,25 @@ def dispatch_into(
     token_experts: Optional[torch.Tensor] = None,
     token_weights: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient."""
+    """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient. An error of a call
+    that took place, such as `RoutingError`, has the handle as its `handle`: combine that, as the other ranks do."""
     no_gradient("dispatch_into", x, topk_weights)
-    _checked(ep, format, None)
+    weights = _checked(ep, format, None)[0]
+    if _eager.plain(x, topk_idx, topk_weights, scales, rows, counts, row_scales, offsets, token_experts, token_weights):
+        of_tokens = layout == "token"
+        if offsets is None if of_tokens else token_experts is None and token_weights is None:
+            brought = topk_weights if weights == "dispatch" else None
+            first = token_experts if of_tokens else offsets
+            try:
+                made = _eager.dispatch_into(
+                    ep.plan(format, layout, align, 0), x, topk_idx, brought, scales, rows, counts, row_scales, first,
+                    token_weights,
+                )
+            finally:
+                # Also where a call that took place raises.
+                _eager.written(rows, counts, row_scales, first, token_weights)
+            if made is not None:
+                return made
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
         token_experts, token_weights,
@@ -724,6 +747,9 @@ def combine_into(
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
     no_gradient("combine_into", rows, topk_weights, out)
+    if _eager.plain(rows, topk_weights, out) and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
+        _eager.written(out)
+        return
     _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)
 
 

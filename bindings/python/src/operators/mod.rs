@@ -1,5 +1,6 @@
-//! Operators of torch whose kernels are in C: `torch.ops.tokenyard._dispatch` and `_combine`, for eager calls without
-//! gradients. bindings/python/tokenyard/ops.py has what calls them, and operators in Python for everything else.
+//! Operators of torch whose kernels are in C: `torch.ops.tokenyard._dispatch`, `_dispatch_into`, `_combine` and
+//! `_combine_into`, for eager calls without gradients. bindings/python/tokenyard/ops.py has what calls them, and
+//! operators in Python for everything else.
 //!
 //! A call has no Python in it: torch gives back the interpreter's lock, and on a GPU the kernel takes it for errors
 //! alone. It returns no tensors where the call is none for it, or raises something, which `take_pending` then has.
@@ -12,6 +13,7 @@ use super::calls::{self, Given, Output};
 use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
 use super::formats::Format;
+use handles::Slot;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use shim::{Shim, Tensor, shim};
@@ -21,17 +23,29 @@ use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use tokenyard::{Layout, Stream};
+use tokenyard::{Dtype, Layout, Stream};
 
 pub(super) use handles::{Slots, operator_handle, operator_handles};
 
-/// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say.
+/// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
+/// are offsets alone, or in the token layout experts and weights of tokens. Tensors that are written are none of the
+/// schemas' business: nothing traces these operators, and Python counts the writes.
 const DISPATCH: &CStr =
     c"_dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, int plan) -> Tensor[]";
+const DISPATCH_INTO: &CStr = c"_dispatch_into(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, \
+    Tensor rows, Tensor counts, Tensor row_scales, Tensor first, Tensor second, int plan) -> Tensor[]";
 const COMBINE: &CStr = c"_combine(Tensor rows, Tensor handle, Tensor topk_weights, int tokens) -> Tensor[]";
-/// Flags in the lowest bits of `plan` and `tokens`.
+const COMBINE_INTO: &CStr =
+    c"_combine_into(Tensor rows, Tensor handle, Tensor topk_weights, Tensor out, int flags) -> Tensor[]";
+/// Flags in the lowest bits of `plan` and `tokens`, and of `flags`.
 const WEIGHTS: i64 = 1;
 const SCALES: i64 = 2;
+const ROW_SCALES: i64 = 4;
+const FIRST: i64 = 8;
+const SECOND: i64 = 16;
+const PLAN_FLAGS: u32 = 5;
+/// Of `_combine_into`.
+const ACCUMULATE: i64 = 2;
 
 /// Defines the operators; once, after torch was imported. False: this torch has no stable interface for them.
 #[pyfunction]
@@ -42,7 +56,9 @@ pub(super) fn define_operators() -> bool {
         let operators = shim().and_then(|shim| Some((shim, shim.operators(c"tokenyard")?)));
         operators.is_some_and(|(shim, operators)| {
             operators.define(shim, c"_dispatch", DISPATCH, dispatch)
+                && operators.define(shim, c"_dispatch_into", DISPATCH_INTO, dispatch_into)
                 && operators.define(shim, c"_combine", COMBINE, combine)
+                && operators.define(shim, c"_combine_into", COMBINE_INTO, combine_into)
         })
     })
 }
@@ -122,9 +138,19 @@ unsafe extern "C" fn dispatch(stack: *mut u64, _arguments: u64, _results: u64) {
     unsafe { run(stack, dispatched) };
 }
 
+unsafe extern "C" fn dispatch_into(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `DISPATCH_INTO` has nine tensors, a number and a list.
+    unsafe { run(stack, dispatched_into) };
+}
+
 unsafe extern "C" fn combine(stack: *mut u64, _arguments: u64, _results: u64) {
     // SAFETY: `COMBINE` has three tensors, a number and a list.
     unsafe { run(stack, combined) };
+}
+
+unsafe extern "C" fn combine_into(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `COMBINE_INTO` has four tensors, a number and a list.
+    unsafe { run(stack, combined_into) };
 }
 
 /// An output of a dispatch.
@@ -239,10 +265,11 @@ impl Plan {
         Ok(Plan { number, _prepared: prepared })
     }
 
-    /// What the operator takes, with flags in the lowest two bits: 1 with weights, 2 with scales.
+    /// What operators take, with flags in the lowest five bits: 1 with weights, 2 with scales; and of outputs of the
+    /// caller 4 with scales, 8 with offsets or the tokens' experts, 16 with the tokens' weights.
     #[getter]
     fn number(&self) -> i64 {
-        self.number << 2
+        self.number << PLAN_FLAGS
     }
 }
 
@@ -307,23 +334,56 @@ fn used<const N: usize>(given: [Tensor; N], made: &[Tensor]) -> Vec<Tensor> {
     given.into_iter().chain(made.iter().filter_map(Tensor::again)).collect()
 }
 
-fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
-    let prepared = prepared(plan >> 2).ok_or(Failure::NotHere)?;
-    let [x, topk_idx, topk_weights, scales] = &tensors;
-    let given = |flag: i64, name: &'static str, tensor: &Tensor| match plan & flag {
-        0 => Ok(None),
-        _ => read(name, tensor).map(Some),
-    };
-    let given = Given {
+/// What a dispatch is given, by the flags of its plan.
+fn given(tensors: &[Tensor], plan: i64) -> Result<Given, Failure> {
+    let [x, topk_idx, topk_weights, scales, ..] = tensors else { return Err(Failure::NotHere) };
+    Ok(Given {
         x: read("x", x)?,
         topk_idx: read("topk_idx", topk_idx)?,
-        topk_weights: given(WEIGHTS, "topk_weights", topk_weights)?,
-        scales: given(SCALES, "scales", scales)?,
+        topk_weights: flagged(plan, WEIGHTS, "topk_weights", topk_weights)?,
+        scales: flagged(plan, SCALES, "scales", scales)?,
         count: None,
         payload: None,
-    };
+    })
+}
+
+/// A tensor that a call has if a flag says so.
+fn flagged(flags: i64, flag: i64, name: &'static str, tensor: &Tensor) -> Result<Option<Array>, Failure> {
+    if flags & flag == 0 { Ok(None) } else { read(name, tensor).map(Some) }
+}
+
+fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
+    let given = given(&tensors, plan)?;
     let work = |ep: &Open, stream: &Stream| prepared.dispatch(shim, ep, stream, &given);
     // What torch was given lasts as long as the tensors of the call.
+    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+}
+
+fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outcome {
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
+    let given = given(&tensors, plan)?;
+    let [.., rows, counts, scales, first, second] = &tensors;
+    let names = match prepared.layout {
+        Layout::Token { .. } => ("token_experts", "token_weights"),
+        _ => ("offsets", "token_weights"),
+    };
+    let mut others = Vec::with_capacity(2);
+    for (flag, name, tensor) in [(FIRST, names.0, first), (SECOND, names.1, second)] {
+        others.extend(flagged(plan, flag, name, tensor)?.map(|array| (name, array)));
+    }
+    let scales = flagged(plan, ROW_SCALES, "scales", scales)?;
+    let align = if let Layout::Contiguous { align, .. } = prepared.layout { align } else { 1 };
+    let (layout, rows, counts) = (calls::layout_name(prepared.layout), read("rows", rows)?, read("counts", counts)?);
+    let output = Output::of_arrays(layout, align, rows, counts, scales, others)?;
+    let work = |ep: &Open, stream: &Stream| {
+        let call = prepared.core.call_of(ep, &prepared.format);
+        let (tokens, room) = calls::tokens(&call, &given)?;
+        let to = output.given(&call, 0)?;
+        let slot = handles::slot(shim, &prepared.core).ok_or(Failure::NotHere)?;
+        let inner = ep.dispatch(stream, &tokens, &to)?;
+        Ok(vec![prepared.handle(slot, inner, room, output.places().to_vec())])
+    };
     on_device(shim, &prepared.core, work, |made| used(tensors, made))
 }
 
@@ -361,28 +421,76 @@ impl Prepared {
             made[place] = made[place].view(sizes, strides, *offset).ok_or(Failure::NotHere)?;
         }
         let inner = ep.dispatch(stream, &tokens, &output)?;
-        let parts = Parts { inner, tokens: room, format: self.format.clone(), places };
-        made.insert(0, slot.filled(self.core.clone(), self.context, calls::layout_name(self.layout), parts));
+        made.insert(0, self.handle(slot, inner, room, places));
         Ok(made)
+    }
+
+    /// The tensor that stands for a handle.
+    fn handle(&self, slot: Slot, inner: tokenyard::Handle, tokens: usize, places: Vec<usize>) -> Tensor {
+        let parts = Parts { inner, tokens, format: self.format.clone(), places };
+        slot.filled(self.core.clone(), self.context, calls::layout_name(self.layout), parts)
     }
 }
 
 fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
     let [rows, handle, topk_weights] = &tensors;
-    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
-    let rows = read("rows", rows)?;
-    let weights = if tokens & WEIGHTS == 0 { None } else { Some(read("topk_weights", topk_weights)?) };
-    let (core, parts) = (&kept.core, &kept.parts);
-    // torch has bf16 of its own.
-    let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
+    let (kept, call) = combining(rows, handle, topk_weights, tokens)?;
     let work = |ep: &Open, stream: &Stream| {
-        let call = core.call_of(ep, &parts.format);
-        let (from, _) = core.expert_rows(&call, &rows, parts, weights, Some(dtype))?;
-        let (sizes, strides) = ([tokens >> 1, parts.format.inner.hidden as i64], [parts.format.inner.hidden as i64, 1]);
-        let out = shim.empty(&sizes, &strides, rows.element, core.place()).ok_or(Failure::NotHere)?;
-        let to = core.sums(&call, &read("out", &out)?, false, None)?;
-        ep.combine(stream, &parts.inner, &from, &to)?;
+        let hidden = kept.parts.format.inner.hidden as i64;
+        let (sizes, strides) = ([tokens >> 1, hidden], [hidden, 1]);
+        let out = shim.empty(&sizes, &strides, call.rows.element, kept.core.place()).ok_or(Failure::NotHere)?;
+        call.combine(&kept, ep, stream, &read("out", &out)?, false)?;
         Ok(vec![out])
     };
-    on_device(shim, core, work, |made| used(tensors, made))
+    on_device(shim, &kept.core, work, |made| used(tensors, made))
+}
+
+fn combined_into(shim: &'static Shim, tensors: [Tensor; 4], flags: i64) -> Outcome {
+    let [rows, handle, topk_weights, out] = &tensors;
+    let (kept, call) = combining(rows, handle, topk_weights, flags)?;
+    let to = read("out", out)?;
+    let done = vec![out.again().ok_or(Failure::NotHere)?];
+    let work = |ep: &Open, stream: &Stream| {
+        call.combine(&kept, ep, stream, &to, flags & ACCUMULATE != 0)?;
+        Ok(done)
+    };
+    on_device(shim, &kept.core, work, |made| used(tensors, made))
+}
+
+/// What a combine is given.
+struct Combining {
+    rows: Array,
+    weights: Option<Array>,
+    dtype: Dtype,
+}
+
+/// The handle's dispatch, and the rest.
+fn combining(
+    rows: &Tensor,
+    handle: &Tensor,
+    weights: &Tensor,
+    flags: i64,
+) -> Result<(Arc<handles::Kept>, Combining), Failure> {
+    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
+    let (rows, weights) = (read("rows", rows)?, flagged(flags, WEIGHTS, "topk_weights", weights)?);
+    // torch has bf16 of its own.
+    let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
+    Ok((kept, Combining { rows, weights, dtype }))
+}
+
+impl Combining {
+    fn combine(
+        &self,
+        kept: &handles::Kept,
+        ep: &Open,
+        stream: &Stream,
+        out: &Array,
+        accumulate: bool,
+    ) -> Result<(), Failure> {
+        let (core, parts) = (&kept.core, &kept.parts);
+        let call = core.call_of(ep, &parts.format);
+        let (from, _) = core.expert_rows(&call, &self.rows, parts, self.weights.as_ref(), Some(self.dtype))?;
+        let to = core.sums(&call, out, accumulate, None)?;
+        Ok(ep.combine(stream, &parts.inner, &from, &to)?)
+    }
 }
