@@ -185,7 +185,7 @@ unit() {
 # share a folder, and so what they depend on.
 model() {
   say "loom's model of the proxy's mailbox"
-  cargo test --no-default-features --target-dir target/coverage --test loom
+  CARGO_PROFILE_DEV_DEBUG=0 cargo test --no-default-features --target-dir target/coverage --test loom
 }
 
 # The release program with a driver that is too old: a C++ compiler makes a stand-in for the functions it needs.

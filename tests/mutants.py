@@ -530,6 +530,19 @@ class Worker:
         # With new times: a build of an earlier run may be of a mutant that was written later than these files.
         shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv*", ".gpu"))
 
+    def seed(self):
+        """Takes other crates from the build with coverage, if there is one: cargo builds them the same way here."""
+        built, own = ROOT / "target" / "coverage" / "debug", self.target / "debug"
+        if own.exists() or not built.exists():
+            return
+
+        def left_out(folder, names):
+            libraries = (".rlib", ".rmeta", ".so", ".d")
+            return {name for name in names if "tokenyard" in name or (folder.endswith("/deps") and not name.endswith(libraries))}
+
+        for folder in ("deps", "build", ".fingerprint"):
+            shutil.copytree(built / folder, own / folder, ignore=left_out)
+
     def run(self, command, limit):
         return run_whole(command, self.tree, QUICK, limit)
 
@@ -736,6 +749,7 @@ def prepare(mutants):
     workers = [Worker(number) for number in range(WORKERS)]
     for worker in workers:
         worker.copy()
+        worker.seed()
     waiting, problems = queue.SimpleQueue(), []
     for number in range(len(workers[0].checks_of_all(mutants))):
         waiting.put(number)

@@ -1,6 +1,7 @@
 """Eager calls by operators in C: that they are used, and bring what operators in Python do."""
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -231,6 +232,87 @@ def test_unusable_routing_into_tensors_of_the_caller_has_the_handle(in_python, p
 
     first, second = of_ranks(2, run)
     assert first.abs().sum() > 0 and second.abs().sum() == 0
+
+
+@needs_them
+@pytest.mark.parametrize("in_python", [False, True])
+def test_outputs_that_cannot_be_written_are_refused(in_python, python_alone):
+    if in_python:
+        python_alone()
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        got = ops.dispatch(ep, x, ids, weights)
+        rows, counts = torch.empty_like(got.rows), torch.empty_like(got.counts)
+        negative = [torch._neg_view(torch.zeros_like(tensor)) for tensor in (rows, counts, x)]
+        graph = torch.ones_like(rows).requires_grad_() * 2
+        for kind, text, call in (
+            (ValueError, "rows is a negative view", lambda: ops.dispatch_into(ep, negative[0], counts, x, ids, weights)),
+            (ValueError, "counts is a negative view", lambda: ops.dispatch_into(ep, rows, negative[1], x, ids, weights)),
+            (ValueError, "out is a negative view", lambda: ops.combine_into(negative[2], got.rows, got)),
+            (RuntimeError, "has no gradient", lambda: ops.dispatch_into(ep, graph, counts, x, ids, weights)),
+            (TypeError, "x is a NoneType: give a torch tensor", lambda: ops.dispatch_into(ep, rows, counts, None, ids, weights)),
+            (TypeError, "topk_idx is a list", lambda: ops.dispatch_into(ep, rows, counts, x, [[0, 1]], weights)),
+            (TypeError, "rows is a NoneType", lambda: ops.dispatch_into(ep, None, counts, x, ids, weights)),
+            (TypeError, "out is a NoneType", lambda: ops.combine_into(None, got.rows, got)),
+            (TypeError, "rows is a NoneType", lambda: ops.combine_into(x, None, got)),
+        ):
+            with pytest.raises(kind, match=text):
+                call()
+        # A call that is refused writes nothing.
+        product = (rows * torch.ones_like(rows).requires_grad_()).sum()
+        with pytest.raises(tokenyard.ArgumentError, match="expert_count"):
+            ops.dispatch_into(ep, rows, counts[:3], x, ids, weights)
+        product.backward()
+        done(ep)
+
+
+@needs_them
+def test_operators_within_calls_of_the_package():
+    if DEVICE == "cuda":
+        pytest.skip("calls on a GPU wait for nobody, so no handler of a signal runs in them")
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    x, ids, weights = tensors(case, 0)
+    got = ops.dispatch(ep, x, ids, weights)
+    wanted, sums = ops.combine(got.rows, got), []
+
+    class Asked:
+        @property
+        def __array_interface__(self):
+            sums.append(ops.combine(got.rows, got))
+            return x.numpy().__array_interface__
+
+    ep.dispatch_into(ep.output(x.numpy())[0], Asked(), ids.numpy(), weights.numpy())
+    # The handler of a signal, in the wait of a call of another context.
+    worlds, late, go = tokenyard.World.threads(2), Case(2, tokens=5, hidden=256, experts=4, top_k=2), threading.Event()
+
+    def peer():
+        with tokenyard.AllToAll(worlds[1], **late.limits) as other:
+            go.wait()
+            ops.dispatch(other, *tensors(late, 1))
+            worlds[1].barrier()
+
+    def handler(*_):
+        sums.append(ops.combine(got.rows, got))
+        go.set()
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    former = signal.signal(signal.SIGALRM, handler)
+    try:
+        with tokenyard.AllToAll(worlds[0], **late.limits) as own:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            ops.dispatch(own, *tensors(late, 0))
+            worlds[0].barrier()
+    finally:
+        signal.signal(signal.SIGALRM, former)
+        go.set()
+        thread.join()
+    assert len(sums) >= 2
+    for found in sums:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @needs_them

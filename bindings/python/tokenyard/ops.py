@@ -572,6 +572,22 @@ def _no_tangent(*tensors: Optional[torch.Tensor]) -> None:
             raise RuntimeError("dispatch and combine have no forward-mode gradient: use backward")
 
 
+def _must_be_tensors(**tensors: Any) -> None:
+    """Refuses what is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
+
+
+def _must_be_written(**tensors: Optional[torch.Tensor]) -> None:
+    """Refuses outputs that are negative views: torch would hand a call a copy, and drop what it wrote there."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+            raise ValueError(f"{name} is a negative view, which is no memory to write into: give a tensor of its own")
+
+
 def _checked(ep: AllToAll, format: int, capacity: Optional[int]) -> Tuple[str, bool]:
     """The facts of a format. Refuses a number that is none, and capacities that stand for something else."""
     if not 0 <= format < len(ep.facts):
@@ -656,7 +672,13 @@ def dispatch_into(
 ) -> torch.Tensor:
     """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient. An error of a call
     that took place, such as `RoutingError`, has the handle as its `handle`: combine that, as the other ranks do."""
-    no_gradient("dispatch_into", x, topk_weights)
+    no_gradient("dispatch_into", x, topk_weights, rows, row_scales, token_weights)
+    _must_be_tensors(x=x, topk_idx=topk_idx)
+    _must_be_written(
+        rows=rows, counts=counts, row_scales=row_scales, offsets=offsets, token_experts=token_experts,
+        token_weights=token_weights,
+    )
+    _must_be_tensors(rows=rows, counts=counts)
     weights = _checked(ep, format, None)[0]
     if _eager.plain(x, topk_idx, topk_weights, scales, rows, counts, row_scales, offsets, token_experts, token_weights):
         of_tokens = layout == "token"
@@ -668,10 +690,13 @@ def dispatch_into(
                     ep.plan(format, layout, align, 0), x, topk_idx, brought, scales, rows, counts, row_scales, first,
                     token_weights,
                 )
-            finally:
-                # Also where a call that took place raises.
-                _eager.written(rows, counts, row_scales, first, token_weights)
+            except BaseException as error:
+                # Of a call that took place.
+                if hasattr(error, "handle"):
+                    _eager.written(rows, counts, row_scales, first, token_weights)
+                raise
             if made is not None:
+                _eager.written(rows, counts, row_scales, first, token_weights)
                 return made
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
@@ -747,6 +772,8 @@ def combine_into(
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
     no_gradient("combine_into", rows, topk_weights, out)
+    _must_be_tensors(rows=rows, out=out)
+    _must_be_written(out=out)
     if _eager.plain(rows, topk_weights, out) and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
         _eager.written(out)
         return

@@ -15,6 +15,7 @@ use super::errors;
 use super::formats::Format;
 use handles::Slot;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use shim::{Shim, Tensor, shim};
 use std::cell::Cell;
@@ -97,6 +98,26 @@ impl From<tokenyard::Error> for Failure {
 /// A call's tensors, and what is to be raised all the same: of a call that took place.
 type Outcome = Result<(Vec<Tensor>, Option<PyErr>), Failure>;
 
+/// Does `work` with the interpreter's lock, which torch gave back around the kernel. PyO3 knows nothing of that: within
+/// a call of the package whose Python code, such as a signal's handler, called the operator, it takes the lock for held.
+/// None: the interpreter has ended.
+fn with_lock<R>(work: impl FnOnce(Python<'_>) -> R) -> Option<R> {
+    struct Held(ffi::PyGILState_STATE);
+    impl Drop for Held {
+        fn drop(&mut self) {
+            // SAFETY: this thread took it, and releases in the opposite order.
+            unsafe { ffi::PyGILState_Release(self.0) };
+        }
+    }
+    // SAFETY: may be called at any time.
+    if unsafe { ffi::Py_IsInitialized() } == 0 {
+        return None;
+    }
+    // SAFETY: the interpreter is there; a thread may take the lock whether it has it or not.
+    let _held = Held(unsafe { ffi::PyGILState_Ensure() });
+    Python::try_attach(work)
+}
+
 /// Notes what a call raised. Returns its tensors.
 fn settled(outcome: Outcome) -> Vec<Tensor> {
     let (tensors, raised) = match outcome {
@@ -104,12 +125,15 @@ fn settled(outcome: Outcome) -> Vec<Tensor> {
         Err(Failure::NotHere) => (Vec::new(), None),
         Err(Failure::Raised(raised)) => (Vec::new(), Some(raised)),
         Err(Failure::Library(error)) => {
-            let raised = Python::try_attach(|py| errors::raised(py, &error));
+            let raised = with_lock(|py| errors::raised(py, &error));
             let raised = raised.unwrap_or_else(|| PyRuntimeError::new_err(error.to_string()));
             (Vec::new(), Some(raised))
         }
     };
-    PENDING.set(raised);
+    if let Some(former) = PENDING.replace(raised) {
+        // Nobody took it.
+        with_lock(|_| drop(former));
+    }
     tensors
 }
 
@@ -309,7 +333,7 @@ fn on_device(
     used: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
 ) -> Outcome {
     let Some(ordinal) = core.ordinal() else {
-        let done = Python::try_attach(|py| {
+        let done = with_lock(|py| {
             let (ep, stream, _held) = core.begin(py, 0)?;
             // Other threads may hold what it needs for a moment.
             let made = py.detach(|| work(&ep, &stream))?;
@@ -320,7 +344,7 @@ fn on_device(
     };
     let Some(ep) = core.ep.open() else {
         // Closed, or of another process.
-        let refused = Python::try_attach(|py| core.ep.get(py).err()).flatten();
+        let refused = with_lock(|py| core.ep.get(py).err()).flatten();
         return Err(refused.map_or(Failure::NotHere, Failure::Raised));
     };
     let stream = shim.current_stream(ordinal).ok_or(Failure::NotHere)?;
