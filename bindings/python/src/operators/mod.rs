@@ -98,9 +98,9 @@ impl From<tokenyard::Error> for Failure {
 /// A call's tensors, and what is to be raised all the same: of a call that took place.
 type Outcome = Result<(Vec<Tensor>, Option<PyErr>), Failure>;
 
-/// Does `work` with the interpreter's lock, which torch gave back around the kernel. PyO3 knows nothing of that: within
-/// a call of the package whose Python code, such as a signal's handler, called the operator, it takes the lock for held.
-/// None: the interpreter has ended.
+/// Does `work` with the interpreter's lock, which torch gave back around the kernel. PyO3 knows nothing of that: it
+/// takes the lock for held within a call of the package whose Python code, such as a signal's handler, called the
+/// operator. None: the interpreter has ended.
 fn with_lock<R>(work: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     struct Held(ffi::PyGILState_STATE);
     impl Drop for Held {
