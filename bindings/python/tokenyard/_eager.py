@@ -123,15 +123,29 @@ def combine_into(
     return bool(made)
 
 
+def writable(*tensors: Optional[torch.Tensor]) -> bool:
+    """Whether such an operator may write into these: not where torch would hand it a copy, nor where a gradient would be
+    lost."""
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.requires_grad or tensor.is_neg()):
+            return False
+    return True
+
+
+_increment: Any = getattr(torch.autograd.graph, "increment_version", None)
+
+
 def written(*tensors: Optional[torch.Tensor]) -> None:
     """Counts a write, so that backward refuses a tensor that it saved before."""
     counted = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
-    if counted and _INCREMENT is not None:
-        for tensor in counted:
-            _INCREMENT(tensor)
-
-
-_INCREMENT: Any = getattr(torch.autograd.graph, "increment_version", None)
+    if not counted or _increment is None:
+        return
+    if DEFINED:
+        # Versions of torch before those take one at a time.
+        _increment(counted)
+        return
+    for tensor in counted:
+        _increment(tensor)
 
 
 def combine(

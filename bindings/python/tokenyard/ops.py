@@ -672,32 +672,29 @@ def dispatch_into(
 ) -> torch.Tensor:
     """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient. An error of a call
     that took place, such as `RoutingError`, has the handle as its `handle`: combine that, as the other ranks do."""
-    no_gradient("dispatch_into", x, topk_weights, rows, row_scales, token_weights)
-    _must_be_tensors(x=x, topk_idx=topk_idx)
+    weights, of_tokens = _checked(ep, format, None)[0], layout == "token"
+    first = token_experts if of_tokens else offsets
+    outputs = (rows, counts, row_scales, first, token_weights)
+    given = x is not None and topk_idx is not None and rows is not None and counts is not None
+    usual = given and (offsets is None if of_tokens else token_experts is None and token_weights is None)
+    if usual and _eager.plain(x, topk_idx, topk_weights, scales) and _eager.writable(*outputs):
+        brought = topk_weights if weights == "dispatch" else None
+        try:
+            made = _eager.dispatch_into(ep.plan(format, layout, align, 0), x, topk_idx, brought, scales, *outputs)
+        except BaseException as error:
+            # Of a call that took place.
+            if hasattr(error, "handle"):
+                _eager.written(*outputs)
+            raise
+        if made is not None:
+            _eager.written(*outputs)
+            return made
+    no_gradient("dispatch_into", x, topk_weights, *outputs)
+    _must_be_tensors(x=x, topk_idx=topk_idx, rows=rows, counts=counts)
     _must_be_written(
         rows=rows, counts=counts, row_scales=row_scales, offsets=offsets, token_experts=token_experts,
         token_weights=token_weights,
     )
-    _must_be_tensors(rows=rows, counts=counts)
-    weights = _checked(ep, format, None)[0]
-    if _eager.plain(x, topk_idx, topk_weights, scales, rows, counts, row_scales, offsets, token_experts, token_weights):
-        of_tokens = layout == "token"
-        if offsets is None if of_tokens else token_experts is None and token_weights is None:
-            brought = topk_weights if weights == "dispatch" else None
-            first = token_experts if of_tokens else offsets
-            try:
-                made = _eager.dispatch_into(
-                    ep.plan(format, layout, align, 0), x, topk_idx, brought, scales, rows, counts, row_scales, first,
-                    token_weights,
-                )
-            except BaseException as error:
-                # Of a call that took place.
-                if hasattr(error, "handle"):
-                    _eager.written(rows, counts, row_scales, first, token_weights)
-                raise
-            if made is not None:
-                _eager.written(rows, counts, row_scales, first, token_weights)
-                return made
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
         token_experts, token_weights,
@@ -771,12 +768,13 @@ def combine_into(
     accumulate: bool = False,
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
+    usual = rows is not None and out is not None and _eager.plain(rows, topk_weights) and _eager.writable(out)
+    if usual and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
+        _eager.written(out)
+        return
     no_gradient("combine_into", rows, topk_weights, out)
     _must_be_tensors(rows=rows, out=out)
     _must_be_written(out=out)
-    if _eager.plain(rows, topk_weights, out) and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
-        _eager.written(out)
-        return
     _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)
 
 
