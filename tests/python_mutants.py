@@ -258,7 +258,8 @@ def survives(python, mutant, place):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--python", default=str(ROOT / ".venv-python" / "bin" / "python"))
+    # From here: mutants run in folders of their own.
+    parser.add_argument("--python", type=os.path.abspath, default=str(ROOT / ".venv-python" / "bin" / "python"))
     parser.add_argument("--one-in", type=int, default=1)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
