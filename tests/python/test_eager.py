@@ -1,7 +1,10 @@
 """Eager calls by operators in C: that they are used, and bring what operators in Python do."""
 
 import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -272,6 +275,13 @@ def test_outputs_that_cannot_be_written_are_refused(in_python, python_alone):
 def test_operators_within_calls_of_the_package():
     if DEVICE == "cuda":
         pytest.skip("calls on a GPU wait for nobody, so no handler of a signal runs in them")
+    # What goes wrong there ends the process.
+    program = [sys.executable, "-W", "ignore", "-c", "import test_eager; test_eager.within_calls()"]
+    ran = subprocess.run(program, cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
+def within_calls():
     case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
     ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
     x, ids, weights = tensors(case, 0)
