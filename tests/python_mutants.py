@@ -165,7 +165,7 @@ MUTANTS = [
     ("rows of an output without room kept", EAGER, "        made[1].zero_()\n", "        pass\n", "test_eager.py"),
     ("tokens of sources taken for their ranks", PLANNED, "(2 * capacity, 2), 1)", "(2 * capacity, 2), 0)", "test_eager.py"),
     ("an operator's errors lost", IN_C, "PENDING.replace(raised)", "PENDING.replace(raised.filter(|_| false))", "test_eager.py"),
-    ("the interpreter's lock taken for held", IN_C, "let _held = Held(unsafe { ffi::PyGILState_Ensure() });", "", "test_eager.py"),
+    ("the interpreter's lock taken for held", f"{NATIVE}/lock.rs", "let _held = Held(unsafe { ffi::PyGILState_Ensure() });", "", "test_eager.py"),
     ("weights that a flag leaves out read", IN_C, "if flags & flag == 0 { Ok(None) }", "if flag == 0 { Ok(None) }", "test_eager.py"),
     ("a caller's sums overwritten where they are to be added to", IN_C, "&to, flags & ACCUMULATE != 0)", "&to, false)", "test_eager.py"),
     ("the tokens' weights where their experts belong", EAGER, "(_FIRST, first), (_SECOND, second)", "(_FIRST, second), (_SECOND, first)",

@@ -32,6 +32,16 @@ def done(ep):
     ep.check()
 
 
+def refusals(calls):
+    """What each call raises: its place, the class and the text."""
+    found = []
+    for number, call in enumerate(calls):
+        with pytest.raises(Exception) as raised:
+            call()
+        found.append((number, raised.type, str(raised.value)))
+    return found
+
+
 @pytest.fixture
 def python_alone(monkeypatch):
     """A way to have calls go through operators in Python."""
@@ -188,17 +198,9 @@ def test_tensors_of_the_caller_are_refused_as_in_python(python_alone):
         if DEVICE == "cuda":
             calls += [into(rows=rows.cpu()), into(counts=counts.cpu()), sums(out=out.cpu())]
 
-        def refused():
-            found = []
-            for number, call in enumerate(calls):
-                with pytest.raises(Exception) as raised:
-                    call()
-                found.append((number, raised.type, str(raised.value)))
-            return found
-
-        fast = refused()
+        fast = refusals(calls)
         python_alone()
-        for found, wanted in zip(fast, refused()):
+        for found, wanted in zip(fast, refusals(calls)):
             assert found == wanted
         # Nothing of it took place.
         done(ep)
@@ -393,17 +395,9 @@ def test_what_is_refused_is_refused_as_in_python(python_alone):
         if DEVICE == "cuda":
             calls.append(lambda: ops.dispatch(ep, x.cpu(), ids, weights))
 
-        def refused():
-            found = []
-            for number, call in enumerate(calls):
-                with pytest.raises(Exception) as raised:
-                    call()
-                found.append((number, raised.type, str(raised.value)))
-            return found
-
-        fast = refused()
+        fast = refusals(calls)
         python_alone()
-        for (number, kind, text), (_, wanted, said) in zip(fast, refused()):
+        for (number, kind, text), (_, wanted, said) in zip(fast, refusals(calls)):
             # Where sizes overflow, torch says it in its own words.
             assert kind is wanted or number == 13, (number, text, said)
             assert number == 13 or text == said

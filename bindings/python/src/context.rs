@@ -6,6 +6,7 @@ use super::detached::{Closable, Detached};
 use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
+use super::lock::with_lock;
 use super::numbers::{maybe, number, numbers};
 use super::operators::Slots;
 use super::proxies::Proxy;
@@ -639,8 +640,7 @@ impl Core {
         if in_use.is_empty() {
             return;
         }
-        let ended =
-            open.and_then(|open| Python::try_attach(|py| py.detach(|| open.stream.synchronize(self.patience).is_ok())));
+        let ended = open.and_then(|open| with_lock(|py| py.detach(|| open.stream.synchronize(self.patience).is_ok())));
         if ended != Some(true) {
             std::mem::forget(in_use);
         }

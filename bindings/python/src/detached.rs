@@ -1,6 +1,7 @@
 //! Values whose drop may wait, such as contexts.
 
 use super::errors;
+use super::lock::with_lock;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::mem::ManuallyDrop;
@@ -36,7 +37,7 @@ impl<T: Send> Drop for Detached<T> {
         // SAFETY: the only place that takes it, and the value is not used afterwards.
         let mut left = Some(unsafe { ManuallyDrop::take(&mut self.value) });
         // None while the interpreter ends: then there is no lock to give back, and `left` is dropped here.
-        Python::try_attach(|py| {
+        with_lock(|py| {
             let value = left.take();
             py.detach(move || drop(value));
         });

@@ -13,6 +13,7 @@ mod dlpack;
 mod errors;
 mod exclusive;
 mod formats;
+mod lock;
 mod numbers;
 mod operators;
 mod proxies;

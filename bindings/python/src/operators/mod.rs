@@ -13,9 +13,9 @@ use super::calls::{self, Given, Output};
 use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
 use super::formats::Format;
+use super::lock::with_lock;
 use handles::Slot;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::ffi;
 use pyo3::prelude::*;
 use shim::{Shim, Tensor, shim};
 use std::cell::Cell;
@@ -97,26 +97,6 @@ impl From<tokenyard::Error> for Failure {
 
 /// A call's tensors, and what is to be raised all the same: of a call that took place.
 type Outcome = Result<(Vec<Tensor>, Option<PyErr>), Failure>;
-
-/// Does `work` with the interpreter's lock, which torch gave back around the kernel. PyO3 knows nothing of that: it
-/// takes the lock for held within a call of the package whose Python code, such as a signal's handler, called the
-/// operator. None: the interpreter has ended.
-fn with_lock<R>(work: impl FnOnce(Python<'_>) -> R) -> Option<R> {
-    struct Held(ffi::PyGILState_STATE);
-    impl Drop for Held {
-        fn drop(&mut self) {
-            // SAFETY: this thread took it, and releases in the opposite order.
-            unsafe { ffi::PyGILState_Release(self.0) };
-        }
-    }
-    // SAFETY: may be called at any time.
-    if unsafe { ffi::Py_IsInitialized() } == 0 {
-        return None;
-    }
-    // SAFETY: the interpreter is there; a thread may take the lock whether it has it or not.
-    let _held = Held(unsafe { ffi::PyGILState_Ensure() });
-    Python::try_attach(work)
-}
 
 /// Notes what a call raised. Returns its tensors.
 fn settled(outcome: Outcome) -> Vec<Tensor> {
