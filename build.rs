@@ -13,12 +13,12 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
+use std::sync::Mutex;
 use std::time::Instant;
 
 /// The C headers and what bindgen made of them.
 const BINDINGS: [(&str, &str); 2] =
     [("kernels/ffi/layout.h", "kernels/ffi/layout.rs"), ("kernels/ffi/executor.h", "kernels/ffi/executor.rs")];
-const KERNELS: &str = "kernels/kernels.cu";
 /// SASS for Hopper and for Blackwell of compute capability 10.x, PTX for what comes later. The kernels use no
 /// instruction of one architecture alone (sm_90a), so that one pass of the front end, which takes two thirds of nvcc's
 /// time, serves all of it.
@@ -120,7 +120,7 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     }
     build.files(files("kernels/cpu", &["cpp"]));
     // The compiler does not recognise the extension .cu; every input is C++.
-    build.flag("-x").flag("c++").file(KERNELS);
+    build.flag("-x").flag("c++").files(kernel_units(device_sources));
     for name in ["CXX", "CXXFLAGS", "AR"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
@@ -160,7 +160,12 @@ fn sanitizer_runtime(kind: &str) -> Option<&'static str> {
     }
 }
 
-/// One fatbin, by nvcc, embedded by kernels/device/cuda.rs.
+/// The translation units of kernels, which both compilers build.
+fn kernel_units(sources: &[PathBuf]) -> Vec<PathBuf> {
+    sources.iter().filter(|source| source.extension().is_some_and(|extension| extension == "cu")).cloned().collect()
+}
+
+/// A fatbin of each translation unit, by nvcc, embedded by kernels/device/cuda.rs.
 fn build_for_gpu(sources: &[PathBuf]) {
     let Some((nvcc, version)) = find_nvcc() else {
         if set("TOKENYARD_NVCC").is_some_and(|value| value == "none") {
@@ -173,14 +178,17 @@ fn build_for_gpu(sources: &[PathBuf]) {
         return;
     };
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
-    let fatbin = out.join("kernels.fatbin");
+    let units: Vec<Unit> = kernel_units(sources).into_iter().map(|source| Unit::of(source, &out)).collect();
     let key = format!("{} {}", key_of(&format!("{version} {GPU_CODE:?}"), sources.iter()), nvcc.display());
     let key_file = out.join("kernels.key");
-    if !fatbin.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
-        let report = run_nvcc(&nvcc, &fatbin);
+    let exist = units.iter().all(|unit| unit.fatbin.exists());
+    if !exist || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
+        let report = run_nvcc_on_all(&nvcc, &units);
         write(&out.join("ptxas.txt"), &report);
         write(&key_file, &key);
     }
+    let images = units.iter().map(|unit| format!("image!({:?})", unit.fatbin)).collect::<Vec<_>>().join(", ");
+    write(&out.join("images.rs"), &format!("[{images}]\n"));
     let report = fs::read_to_string(out.join("ptxas.txt")).unwrap_or_default();
     for line in report.lines().filter(|line| spills(line)) {
         println!("cargo::warning=ptxas spilled registers: {line}");
@@ -194,7 +202,46 @@ fn write(path: &Path, text: &str) {
     }
 }
 
-fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
+/// A translation unit of kernels, and what nvcc makes of it.
+struct Unit {
+    source: PathBuf,
+    fatbin: PathBuf,
+}
+
+impl Unit {
+    fn of(source: PathBuf, out: &Path) -> Unit {
+        // Folders' files may have the same name.
+        let name: Vec<_> = source.with_extension("").iter().map(|part| part.to_string_lossy().into_owned()).collect();
+        let fatbin = out.join(format!("{}.fatbin", name.join("_")));
+        Unit { source, fatbin }
+    }
+}
+
+/// Runs nvcc on all units, on as many at once as cargo has jobs. Returns the table of kernels, and the seconds.
+fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> String {
+    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
+    let start = Instant::now();
+    let (waiting, tables) = (Mutex::new(units.iter()), Mutex::new(Vec::new()));
+    let next = || waiting.lock().ok()?.next();
+    std::thread::scope(|scope| {
+        for _ in 0..units.len().min(jobs) {
+            scope.spawn(|| {
+                while let Some(unit) = next() {
+                    let table = run_nvcc(nvcc, unit);
+                    if let Ok(mut tables) = tables.lock() {
+                        tables.push(table);
+                    }
+                }
+            });
+        }
+    });
+    let mut tables = tables.into_inner().unwrap_or_default();
+    tables.sort();
+    let columns = "kernel arch registers stack spill_stores spill_loads";
+    format!("{columns}\n{}nvcc_seconds {:.1}\n", tables.concat(), start.elapsed().as_secs_f64())
+}
+
+fn run_nvcc(nvcc: &Path, unit: &Unit) -> String {
     let mut command = Command::new(nvcc);
     for code in GPU_CODE {
         command.args(["-gencode", code]);
@@ -202,8 +249,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     command.args(["-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
     // All architectures in parallel.
     command.args(["--threads", "0"]);
-    command.arg("-o").arg(fatbin).arg(KERNELS);
-    let start = Instant::now();
+    command.arg("-o").arg(&unit.fatbin).arg(&unit.source);
     let output = match command.output() {
         Ok(output) => output,
         Err(why) => fail(&format!("{} cannot be run: {why}; set TOKENYARD_NVCC, or to none", nvcc.display())),
@@ -211,14 +257,14 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     if !output.status.success() {
         eprintln!("{command:?}\n{}{text}", String::from_utf8_lossy(&output.stdout));
-        fail(&format!("{} refused {KERNELS}; its messages are above", nvcc.display()));
+        fail(&format!("{} refused {}; its messages are above", nvcc.display(), unit.source.display()));
     }
-    format!("{}nvcc_seconds {:.1}\n", ptxas_table(&text), start.elapsed().as_secs_f64())
+    ptxas_table(&text)
 }
 
 /// One line per kernel and architecture, from the output of `ptxas -v`.
 fn ptxas_table(text: &str) -> String {
-    let mut table = String::from("kernel arch registers stack spill_stores spill_loads\n");
+    let mut table = String::new();
     let (mut kernel, mut frame) = (String::new(), [0u64; 3]);
     for line in text.lines() {
         if let Some(rest) = line.split("Compiling entry function '").nth(1) {

@@ -1,7 +1,7 @@
 //! Devices and what runs on them.
 //!
 //! Place: below the proxy, above the driver and the CPU executor. `device` is the front, with its backends. One kernel
-//! source (kernels.cu) is built for both. Nothing here depends on transport.
+//! source (the .cu files) is built for both. Nothing here depends on transport.
 //!
 //! | folder | what |
 //! |---|---|
@@ -31,7 +31,7 @@ pub(crate) use device::{Queue, budget};
 
 use crate::ffi::layout;
 
-/// The list of all kernels, a `TY_KERNEL_ENTRY(name)` a line; kernels.cu includes the same.
+/// The list of all kernels, a `TY_KERNEL_ENTRY(name)` a line; cpu/table.cpp includes the same.
 const KERNEL_LIST: &str = include_str!("kernels.inc");
 
 /// Every kernel by name.

@@ -228,7 +228,7 @@ GROUPS = [
     ("unit", "pick", [
         ("specialised kernels of one node read compact handles", "bindings/api/pick.rs",
          "(handle.row_choices == 0 || context.nodes > 1)", "true"),
-        ("specialised kernels are to note waits", "bindings/api/pick.rs", "&& args.output.wait_times == 0", ""),
+        ("specialised kernels are to note waits", "bindings/api/pick.rs", "&& output.wait_times == 0", ""),
         ("specialised combines are to note waits", "bindings/api/pick.rs", "&& args.wait_times == 0", ""),
     ]),
     ("test", "plans", [

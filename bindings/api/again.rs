@@ -1,8 +1,9 @@
 //! Arguments of a dispatch by an earlier dispatch's handle: new rows for the same tokens' places.
 
 use super::call_format::CallFormat;
-use super::calls::{Layout, ScaleOrder, ScaleView, Source, Target, TokenCount};
+use super::calls::{ScaleView, Source, Target, TokenCount};
 use super::format::RowFormat;
+use super::layout::{Layout, ScaleOrder};
 use super::needs::Needs;
 use super::payload::TokenPayload;
 use crate::base::Result;

@@ -3,6 +3,7 @@
 use super::call_format::{CallFormat, Weights};
 use super::choices::{IndexType, Strides};
 use super::format::RowFormat;
+use super::layout::{Layout, ScaleOrder};
 use super::needs::{Needs, rows_span, stride};
 use super::payload::{Payload, TokenPayload};
 use super::shape::Shape;
@@ -90,63 +91,6 @@ pub struct Tokens {
     pub payload: Option<TokenPayload>,
 }
 
-/// Where received rows go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Layout {
-    /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
-    /// each of its experts here. Rows of one expert are in the order of (source rank, token) in every schedule.
-    ///
-    /// Any routing fits into ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, with
-    /// [`duplicates`](super::Tuning::duplicates) ranks · `max_tokens_per_rank` · top_k rows, plus `align` - 1 rows for
-    /// each local expert: every expert's segment, the last included, is rounded up to `align`. A smaller capacity is
-    /// allowed: a dispatch whose rows do not fit ends in [`Capacity`](crate::Error::Capacity).
-    Contiguous {
-        /// Rows; 1 for none, 128 for DeepGEMM's contiguous grouped GEMM.
-        align: usize,
-        /// Rows of the output. A call whose [`Output::rows`] holds fewer is refused with `Argument`.
-        capacity: usize,
-    },
-    /// `[local experts, per_expert, hidden]`; rows of one expert are in the order of (source rank, token).
-    Masked {
-        /// Rows of each expert.
-        per_expert: usize,
-    },
-    /// One row per (source rank, token), in that order. The caller sums a token's rows, with
-    /// [`Output::token_weights`], before combine, which then applies no weights.
-    Token {
-        /// Rows of the output.
-        capacity: usize,
-    },
-}
-
-impl Layout {
-    pub(crate) fn code(self) -> u32 {
-        match self {
-            Layout::Contiguous { .. } => raw::TY_LAYOUT_CONTIGUOUS,
-            Layout::Masked { .. } => raw::TY_LAYOUT_MASKED,
-            Layout::Token { .. } => raw::TY_LAYOUT_TOKEN,
-        }
-    }
-
-    /// Rows of the whole output; `None` where that overflows.
-    pub fn rows(self, local_experts: usize) -> Option<usize> {
-        match self {
-            Layout::Contiguous { capacity, .. } | Layout::Token { capacity } => Some(capacity),
-            Layout::Masked { per_expert } => per_expert.checked_mul(local_experts),
-        }
-    }
-}
-
-/// Order of the output scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ScaleOrder {
-    /// `[rows, words]`.
-    RowMajor,
-    /// `[words, leading]`, `leading` = rows rounded up to 4 (16 bytes); in the masked layout one such block per expert.
-    ColumnMajor,
-}
-
 /// Where dispatch writes: made by [`Output::new`], and changed field by field. Optional views are left out by `None`.
 /// None of its views may overlap another view of the call, the views of [`Tokens`] included. A view counts from the
 /// first to the last byte that the call needs of it, so views with interleaved pitches overlap.
@@ -180,6 +124,13 @@ pub struct Output {
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
+    /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all.
+    /// Those are the last rows of the output, in the masked layout of each expert. They add nothing to sums.
+    /// `expert_count`, `expert_offset`, `source_ranges` and `total_counts` are of the rows that are there. `row_count`
+    /// and the last of `host_counts` are of all rows that came, so in the contiguous layout more than the capacity if
+    /// some were left out, and in the masked layout more than the sum of `expert_count`. Other ranks may choose
+    /// otherwise. Such calls take general kernels. Not with in-place output.
+    pub drop_overflow: bool,
     /// int32 `[local experts + 1]` in host memory the device can write: rows of each expert, then rows used. Written by
     /// the end of the call. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
@@ -223,6 +174,10 @@ impl InPlaceOutput {
         };
         let rows =
             output.rows.ptr() == self.rows.ptr() && output.pitch_bytes.unwrap_or(self.pitch_bytes) == self.pitch_bytes;
+        if output.drop_overflow {
+            let advice = "in-place output takes all rows or none; leave it out, or build the context without in_place";
+            return Err(Error::argument("drop_overflow", "set", advice));
+        }
         if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
             return Ok(());
         }
@@ -413,6 +368,7 @@ impl Output {
             token_weights: None,
             row_count: None,
             zero_padding: false,
+            drop_overflow: false,
             host_counts: None,
             source_ranges: None,
             total_counts: None,
@@ -484,6 +440,11 @@ impl Output {
     /// Sets [`zero_padding`](#structfield.zero_padding).
     pub fn zero_padding(self, zero_padding: bool) -> Output {
         Output { zero_padding, ..self }
+    }
+
+    /// Sets [`drop_overflow`](#structfield.drop_overflow).
+    pub fn drop_overflow(self, drop_overflow: bool) -> Output {
+        Output { drop_overflow, ..self }
     }
 
     /// Sets [`host_counts`](#structfield.host_counts).
@@ -755,6 +716,10 @@ impl Output {
                 return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
             }
         }
+        if is_token && self.drop_overflow {
+            let advice = "a row of the token layout is for several experts, so leave it out";
+            return Err(Error::argument("drop_overflow", "set", advice));
+        }
         let per_choice = rows.checked_mul(4 * shape.top_k);
         Ok(raw::ty_output {
             expert_count: self.expert_count.ptr(),
@@ -769,6 +734,7 @@ impl Output {
             total_counts: needs.optional("total_counts", &self.total_counts, Some(4 * local))?,
             wait_times: needs.wide("wait_times", &self.wait_times, Some(8 * shape.ranks))?,
             zero_padding: u32::from(self.zero_padding),
+            drop_overflow: u32::from(self.drop_overflow),
             ..out
         })
     }

@@ -3,11 +3,12 @@
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::call_format::CallFormat;
-use super::calls::{Combined, InPlaceOutput, Layout, Output, Rows, Sums, Tokens};
+use super::calls::{Combined, InPlaceOutput, Output, Rows, Sums, Tokens};
 use super::counts::{CountWords, Counts};
 use super::device_memory::{Local, Shared, device_context};
 use super::formats::{Formats, Kind};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows, Size};
+use super::layout::Layout;
 use super::missing::{Absences, MissingRanks, SilentRank};
 use super::needs::Needs;
 use super::open::{Call, InUse, Memory, Open};

@@ -3,7 +3,7 @@
 //! Place: between the halves of a dispatch. The sending half's launch writes the words, and the caller's thread polls
 //! them.
 
-use super::calls::Layout;
+use super::layout::Layout;
 use crate::kernels::HostBuffer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

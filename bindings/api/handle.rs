@@ -4,9 +4,10 @@
 //! of the dispatch's output instead (`RowChoice` in kernels/common/context.cuh).
 
 use super::again::NewRows;
-use super::calls::{Layout, Rows, Tokens};
+use super::calls::{Rows, Tokens};
 use super::counts::CountWords;
 use super::formats::Kind;
+use super::layout::Layout;
 use super::shape::Shape;
 use super::tuning::Tuning;
 use crate::base::{Error, Result};

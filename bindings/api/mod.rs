@@ -8,7 +8,7 @@
 //! |---|---|
 //! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
 //! | the context: building it, its calls, its end | `context`, `device_memory`, `agreement`, `open` |
-//! | arguments of calls, and their checks | `calls`, `choices`, `again`, `payload`, `needs` |
+//! | arguments of calls, and their checks | `calls`, `layout`, `choices`, `again`, `payload`, `needs` |
 //! | what the host learns between the halves of a dispatch | `counts` |
 //! | what combine needs of a dispatch | `handle` |
 //! | the format of a call; calls of other formats than the context's own | `call_format`, `formats` |
@@ -29,6 +29,7 @@ mod device_memory;
 mod format;
 mod formats;
 mod handle;
+mod layout;
 mod missing;
 mod needs;
 mod open;
@@ -46,12 +47,13 @@ mod tuning;
 pub use again::{NewRows, Placed};
 pub use builder::AllToAllBuilder;
 pub use call_format::{CallFormat, Weights};
-pub use calls::{Combined, InPlaceOutput, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use calls::{Combined, InPlaceOutput, Output, Rows, ScaleView, TokenCount, Tokens};
 pub use choices::{IndexType, Strides};
 pub use context::{AllToAll, Stats};
 pub use counts::Counts;
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent, SentAgain};
+pub use layout::{Layout, ScaleOrder};
 pub use missing::{MissingRanks, SilentRank};
 pub use payload::{Payload, TokenPayload};
 pub use placement::Placement;

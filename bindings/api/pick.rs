@@ -169,7 +169,8 @@ pub(super) fn barrier(args: &raw::ty_barrier_args) -> &'static str {
 
 /// Whether a dispatch meets the assumptions of specialised kernels, whatever it quantises and however it is routed.
 fn is_specialised_dispatch(args: &raw::ty_dispatch_args) -> bool {
-    let plain = args.output.zero_padding == 0 && args.output.wait_times == 0;
+    let output = &args.output;
+    let plain = output.zero_padding == 0 && output.wait_times == 0 && output.drop_overflow == 0;
     is_specialised(&args.context, &args.handle, args.phases) && plain
 }
 
@@ -395,6 +396,9 @@ mod tests {
                     _ => ("_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
                 };
                 let (kernel, bytes) = dispatch(&args, false);
+                let drops = raw::ty_output { drop_overflow: 1, ..output };
+                let dropping = raw::ty_dispatch_args { output: drops, ..args };
+                assert_eq!(dispatch(&dropping, false), (format!("ty_dispatch{over}").as_str(), shared));
                 let what = format!("{named}, {quantize}, {nodes} nodes, phases {phases}, {zero_padding}");
                 assert_eq!((kernel, bytes), (format!("ty_dispatch{kind}{over}").as_str(), shared), "{what}");
             }
@@ -460,10 +464,12 @@ mod tests {
             let token = raw::ty_dispatch_args { output: laid(raw::TY_LAYOUT_TOKEN), ..usual };
             assert_eq!(of(&token), format!("ty_dispatch_payload_specialised_token{over}"));
             let zeroed = raw::ty_output { zero_padding: 1, ..Default::default() };
+            let drops = raw::ty_output { drop_overflow: 1, ..Default::default() };
             let quantizes = raw::ty_context { quantize: raw::TY_QUANTIZE_F32, ..context };
             for other in [
                 raw::ty_dispatch_args { output: laid(raw::TY_LAYOUT_MASKED), ..usual },
                 raw::ty_dispatch_args { output: zeroed, ..usual },
+                raw::ty_dispatch_args { output: drops, ..usual },
                 raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..usual },
                 raw::ty_dispatch_args { phases: raw::TY_PHASE_RECEIVE, first_counts: 64, ..token },
                 raw::ty_dispatch_args { context: quantizes, ..usual },

@@ -85,8 +85,10 @@ pub struct tokenyard_output_t {
     pub scale_order: tokenyard_scale_order_t,
     /// Contiguous layout: whether the padding rows between segments are zeroed; default no.
     pub zero_padding: tokenyard_choice_t,
-    /// 0.
-    pub reserved: u32,
+    /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all;
+    /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums.
+    /// `row_count` and the last of `host_counts` are then of all rows that came, other counts of those that are there.
+    pub drop_overflow: tokenyard_choice_t,
     /// Order and capacity of the rows.
     pub layout: tokenyard_layout_t,
     /// Rows of the dispatch's format; 16-byte aligned.
@@ -294,7 +296,6 @@ impl tokenyard_tokens_t {
 
 impl tokenyard_output_t {
     pub(super) fn given(&self, device: &Device) -> Result<Output> {
-        reserved(self.reserved)?;
         let (rows, counts) = (self.rows.needed("rows", device)?, self.expert_count.needed("expert_count", device)?);
         let mut output = Output::new(self.layout.layout()?, rows, counts);
         output.pitch_bytes = length(self.pitch_bytes);
@@ -307,6 +308,7 @@ impl tokenyard_output_t {
         output.token_weights = self.token_weights.given("token_weights", device)?;
         output.row_count = self.row_count.given("row_count", device)?;
         output.zero_padding = choice("zero_padding", self.zero_padding)?.unwrap_or(false);
+        output.drop_overflow = choice("drop_overflow", self.drop_overflow)?.unwrap_or(false);
         output.host_counts = self.host_counts.given("host_counts", device)?;
         output.source_ranges = self.source_ranges.given("source_ranges", device)?;
         output.total_counts = self.total_counts.given("total_counts", device)?;

@@ -534,8 +534,10 @@ typedef struct {
   tokenyard_scale_order_t scale_order;
   /// Contiguous layout: whether the padding rows between segments are zeroed; default no.
   tokenyard_choice_t zero_padding;
-  /// 0.
-  uint32_t reserved;
+  /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all;
+  /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums.
+  /// `row_count` and the last of `host_counts` are then of all rows that came, other counts of those that are there.
+  tokenyard_choice_t drop_overflow;
   /// Order and capacity of the rows.
   tokenyard_layout_t layout;
   /// Rows of the dispatch's format; 16-byte aligned.

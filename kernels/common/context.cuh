@@ -40,7 +40,6 @@ TY_DEVICE Quotient divide(u32 n, u32 d, u32 inverse) {
   return rest < d ? Quotient{whole, rest} : Quotient{whole + 1, rest - d};
 }
 
-TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
 TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
 
 TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1); }

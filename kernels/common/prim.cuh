@@ -54,6 +54,8 @@ struct FloatPair {
   float high;
 };
 
+TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
+
 // The same bits as another type of the same size.
 template <typename To, typename From> TY_DEVICE To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same_bits needs types of one size");
@@ -73,10 +75,6 @@ template <typename To, typename From> TY_DEVICE To same_bits(From from) {
 #define TY_KERNEL(name, Args) TY_KERNEL_OF(name, Args, TY_MAX_BLOCK_THREADS)
 #define TY_KERNEL_OF(name, Args, threads)                                                                              \
   extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Args a)
-// Lists every kernel of the build once, at the end of kernels.cu (used by the CPU build alone).
-#define TY_KERNEL_TABLE_BEGIN
-#define TY_KERNEL_ENTRY(name)
-#define TY_KERNEL_TABLE_END
 
 namespace ty {
 TY_DEVICE u32 thread_index() { return threadIdx.x; }
@@ -313,16 +311,9 @@ TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__popcll(x)); }
 #define TY_KERNEL(name, Args)                                                                                          \
   static void name##_body(const Args &a);                                                                              \
   static void name##_enter(const void *args) { name##_body(*static_cast<const Args *>(args)); }                        \
-  static constexpr ::ty::cpu::Kernel name{#name, name##_enter, sizeof(Args)};                                          \
+  extern const ::ty::cpu::Kernel name;                                                                                 \
+  constexpr ::ty::cpu::Kernel name{#name, name##_enter, sizeof(Args)};                                                 \
   static void name##_body([[maybe_unused]] const Args &a)
-#define TY_KERNEL_TABLE_BEGIN                                                                                          \
-  using namespace ty;                                                                                                  \
-  extern "C" const ::ty::cpu::Kernel ty_cpu_kernels[] = {
-#define TY_KERNEL_ENTRY(name) name,
-#define TY_KERNEL_TABLE_END                                                                                            \
-  }                                                                                                                    \
-  ;                                                                                                                    \
-  extern "C" const uint32_t ty_cpu_kernel_count = sizeof ty_cpu_kernels / sizeof ty_cpu_kernels[0];
 
 namespace ty {
 TY_DEVICE u32 thread_index() { return cpu::current->thread; }

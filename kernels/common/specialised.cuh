@@ -34,7 +34,7 @@ template <Specialised does, bool ll> struct SpecialisedContext<false, does, ll> 
 };
 
 template <u32 is_layout> struct SpecialisedOutput : ty_output {
-  static constexpr u32 layout = is_layout, zero_padding = 0;
+  static constexpr u32 layout = is_layout, zero_padding = 0, drop_overflow = 0;
   static constexpr u64 wait_times = 0;
 };
 
@@ -100,7 +100,7 @@ struct InPlaceContext : ty_context {
   static constexpr u32 rounds = 1, free_flags = 0, nodes = 1, node = 0, node_first = 0;
 };
 struct InPlaceOutput : ty_output {
-  static constexpr u32 layout = TY_LAYOUT_CONTIGUOUS;
+  static constexpr u32 layout = TY_LAYOUT_CONTIGUOUS, drop_overflow = 0;
 };
 struct InPlaceDispatchArgs {
   InPlaceContext context;

@@ -9,7 +9,7 @@ namespace cpu {
 // The executor is linked statically into one library, so thread-local storage is reached directly.
 #define TY_TLS __thread __attribute__((tls_model("initial-exec")))
 
-// A kernel as the table at the end of kernels.cu lists it.
+// A kernel as the table of all (table.cpp) lists it.
 struct Kernel {
   const char *name;
   void (*enter)(const void *args);
@@ -66,8 +66,7 @@ uint32_t seeded_cas(uint32_t *p, uint32_t expected, uint32_t desired, Scope rele
 } // namespace cpu
 } // namespace ty
 
-extern "C" {
-extern const ty::cpu::Kernel ty_cpu_kernels[];
+// Every kernel (table.cpp).
+extern const ty::cpu::Kernel *const ty_cpu_kernels[];
 extern const uint32_t ty_cpu_kernel_count;
-}
 #endif

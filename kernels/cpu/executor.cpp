@@ -21,7 +21,7 @@ constexpr uint64_t thread_limit = 1u << 20;   // of one launch
 
 const Kernel *find_kernel(const char *name) {
   for (uint32_t i = 0; i < ty_cpu_kernel_count; ++i) {
-    if (strcmp(ty_cpu_kernels[i].name, name) == 0) return &ty_cpu_kernels[i];
+    if (strcmp(ty_cpu_kernels[i]->name, name) == 0) return ty_cpu_kernels[i];
   }
   return nullptr;
 }

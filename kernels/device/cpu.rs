@@ -58,7 +58,7 @@ pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
             error(format!("{what}: the CPU device lacks memory"), "use fewer blocks and threads, or smaller buffers")
         }
         ffi::TY_EXEC_UNKNOWN_KERNEL => {
-            error(format!("{what}: the CPU build has no such kernel"), "name it in the table at the end of kernels.cu")
+            error(format!("{what}: the CPU build has no such kernel"), "name it in kernels/kernels.inc")
         }
         ffi::TY_EXEC_BAD_LAUNCH => error(
             format!("{what}: the launch is unusable"),

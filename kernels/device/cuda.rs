@@ -15,10 +15,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 /// Bytes of the pinned buffer through which set-up copies go: large enough to hide its waits.
 const STAGING_BYTES: usize = 4 << 20;
 
-/// The kernels, as nvcc built them.
+/// The kernels, as nvcc built them: a fatbin of each translation unit.
 #[cfg(tokenyard_fatbin)]
-static FATBIN: &Aligned<[u8]> =
-    &Aligned { start: [], bytes: *include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")) };
+static FATBINS: &[&Aligned<[u8]>] = {
+    macro_rules! image {
+        ($path:literal) => {
+            &Aligned { start: [], bytes: *include_bytes!($path) }
+        };
+    }
+    &include!(concat!(env!("OUT_DIR"), "/images.rs"))
+};
 
 /// Bytes at an address the driver can read headers from.
 #[cfg(tokenyard_fatbin)]
@@ -28,15 +34,15 @@ struct Aligned<T: ?Sized> {
     bytes: T,
 }
 
-fn image() -> Result<*const c_void> {
+fn images() -> Result<Vec<*const c_void>> {
     #[cfg(tokenyard_fatbin)]
-    let image = Ok(FATBIN.bytes.as_ptr().cast());
+    let images = Ok(FATBINS.iter().map(|fatbin| fatbin.bytes.as_ptr().cast()).collect());
     #[cfg(not(tokenyard_fatbin))]
-    let image = Err(driver::error(
+    let images = Err(driver::error(
         "this build holds no GPU kernels: nvcc was not found when it was built",
         "install nvcc 13.0, point TOKENYARD_NVCC, CUDA_HOME or PATH at it, and build again; or use the CPU device",
     ));
-    image
+    images
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -51,9 +57,9 @@ pub(super) struct Kernel {
     pub args_bytes: usize,
 }
 
-/// A loaded module and its kernels by name.
+/// Loaded modules and their kernels by name.
 struct Kernels {
-    module: sys::CUmodule,
+    modules: Vec<sys::CUmodule>,
     by_name: HashMap<&'static str, Kernel>,
 }
 
@@ -97,14 +103,14 @@ impl CudaDevice {
     fn open_anew(ordinal: usize) -> Result<CudaDevice> {
         let handle = driver::device(ordinal)?;
         let name = device_name(handle)?;
-        let image = image()?;
+        let images = images()?;
         require_capability(handle, &name)?;
         let context = PrimaryContext::retain(ordinal)?;
         let _current = context.enter()?;
         let shared = driver::attribute(handle, Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let multiprocessors = driver::attribute(handle, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        // SAFETY: the image is a fatbin that lives for ever; the context is current.
-        let kernels = unsafe { Kernels::load(image, shared)? };
+        // SAFETY: the images are fatbins that live for ever; the context is current.
+        let kernels = unsafe { Kernels::load(&images, shared)? };
         let staging = Mutex::new(Staging::new()?);
         let device = CudaDevice {
             ordinal,
@@ -277,8 +283,8 @@ impl Drop for CudaDevice {
     fn drop(&mut self) {
         let Ok(_current) = self.context.enter() else { return };
         lock(&self.staging).close();
-        // SAFETY: loaded once; no stream, graph or buffer holds this device any more.
-        let _ = unsafe { sys::cuModuleUnload(self.kernels.module) };
+        // SAFETY: no stream, graph or buffer holds this device any more, and the context is current.
+        unsafe { self.kernels.unload() };
     }
 }
 
@@ -286,38 +292,66 @@ impl Kernels {
     /// Loads every kernel now and lets each use all the shared memory a block can have.
     ///
     /// # Safety
-    /// `image` is a fatbin; the context is current.
-    unsafe fn load(image: *const c_void, shared_bytes: c_int) -> Result<Kernels> {
-        let mut module: sys::CUmodule = std::ptr::null_mut();
+    /// `images` are fatbins; the context is current.
+    unsafe fn load(images: &[*const c_void], shared_bytes: c_int) -> Result<Kernels> {
+        let mut kernels = Kernels { modules: Vec::new(), by_name: HashMap::new() };
         // SAFETY: passed on to the caller.
-        check(unsafe { sys::cuModuleLoadData(&mut module, image) }, "loading the kernels")?;
-        let kernels = crate::kernels::kernel_names().map(|name| {
-            // SAFETY: the module was loaded above.
-            let kernel = unsafe { load_kernel(module, name, shared_bytes)? };
-            Ok((name, kernel))
-        });
-        match kernels.collect::<Result<HashMap<_, _>>>() {
-            Ok(by_name) => Ok(Kernels { module, by_name }),
-            Err(why) => {
-                // SAFETY: loaded above and used by nobody.
-                let _ = unsafe { sys::cuModuleUnload(module) };
-                Err(why)
-            }
+        let loaded = unsafe { kernels.load_all(images, shared_bytes) };
+        if loaded.is_err() {
+            // SAFETY: used by nobody yet.
+            unsafe { kernels.unload() };
+        }
+        loaded.map(|()| kernels)
+    }
+
+    /// # Safety
+    /// As `load`.
+    unsafe fn load_all(&mut self, images: &[*const c_void], shared_bytes: c_int) -> Result<()> {
+        for image in images {
+            let mut module: sys::CUmodule = std::ptr::null_mut();
+            // SAFETY: passed on to the caller.
+            check(unsafe { sys::cuModuleLoadData(&mut module, *image) }, "loading the kernels")?;
+            self.modules.push(module);
+        }
+        for name in crate::kernels::kernel_names() {
+            // SAFETY: the modules were loaded above.
+            let kernel = unsafe { load_kernel(find_kernel(&self.modules, name)?, name, shared_bytes)? };
+            self.by_name.insert(name, kernel);
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// The context is current, and nobody uses the kernels any more.
+    unsafe fn unload(&mut self) {
+        for module in self.modules.drain(..) {
+            // SAFETY: loaded once; passed on to the caller.
+            let _ = unsafe { sys::cuModuleUnload(module) };
         }
     }
 }
 
+/// The function of a kernel, from the module that has it.
+///
 /// # Safety
-/// `module` is loaded and its context current.
-unsafe fn load_kernel(module: sys::CUmodule, name: &'static str, shared_bytes: c_int) -> Result<Kernel> {
-    let mut function: sys::CUfunction = std::ptr::null_mut();
+/// `modules` are loaded and their context current.
+unsafe fn find_kernel(modules: &[sys::CUmodule], name: &str) -> Result<sys::CUfunction> {
     let c_name = CString::new(name).map_err(|_| unknown_kernel(name))?;
-    // SAFETY: the module is loaded; the name is a C string.
-    match unsafe { sys::cuModuleGetFunction(&mut function, module, c_name.as_ptr()) } {
-        CUresult::CUDA_ERROR_NOT_FOUND => return Err(unknown_kernel(name)),
-        code => check(code, &format!("finding kernel {name}"))?,
+    for module in modules {
+        let mut function: sys::CUfunction = std::ptr::null_mut();
+        // SAFETY: the module is loaded; the name is a C string.
+        match unsafe { sys::cuModuleGetFunction(&mut function, *module, c_name.as_ptr()) } {
+            CUresult::CUDA_ERROR_NOT_FOUND => {}
+            code => return check(code, &format!("finding kernel {name}")).map(|()| function),
+        }
     }
-    // SAFETY: the function belongs to the loaded module.
+    Err(unknown_kernel(name))
+}
+
+/// # Safety
+/// `function` is of a loaded module and its context current.
+unsafe fn load_kernel(function: sys::CUfunction, name: &str, shared_bytes: c_int) -> Result<Kernel> {
+    // SAFETY: passed on to the caller.
     check(unsafe { sys::cuFuncLoad(function) }, &format!("loading kernel {name}"))?;
     let mut fixed: c_int = 0;
     // SAFETY: as above; `fixed` outlives the call.

@@ -192,9 +192,18 @@ TY_DEVICE void plan_output(const DispatchArgs auto &a, const Team &team, PlaceSh
   team_barrier(team);
 }
 
-// Whether the output has room, once it is planned.
+// Whether the output has room, or takes what it has room for, once it is planned.
 TY_DEVICE bool fits(const DispatchArgs auto &a, const PlaceShared &shared) {
-  return load(&shared.needed) <= a.output.capacity;
+  return a.output.drop_overflow || load(&shared.needed) <= a.output.capacity;
+}
+
+// Rows of a local expert that are placed, in an output that fits.
+TY_DEVICE u32 rows_placed(const DispatchArgs auto &a, const PlaceShared &shared, u32 expert) {
+  u32 rows = load(&shared.rows[expert]);
+  if (!a.output.drop_overflow) return rows;
+  u64 start = a.output.layout == TY_LAYOUT_MASKED ? 0 : load(&shared.start[expert]);
+  u64 room = start < a.output.capacity ? a.output.capacity - start : 0;
+  return rows < room ? rows : static_cast<u32>(room);
 }
 
 // First output row of a local expert.
@@ -289,7 +298,9 @@ TY_DEVICE i32 row_of_choice(const DispatchArgs auto &a, const PlaceShared &share
   } else if (token_meta.choice != 0) {
     u32 code = token_meta.choice - 1, expert = code & ((1u << meta_expert_bits) - 1);
     u32 position = load(&shared.before[source * c.local_experts + expert]) + (code >> meta_expert_bits);
-    row = static_cast<u32>(segment_start(a, shared, expert)) + position;
+    // In the masked layout behind the expert's rows are those of the next one.
+    bool there = !a.output.drop_overflow || position < a.output.capacity;
+    if (there) row = static_cast<u32>(segment_start(a, shared, expert)) + position;
   }
   return row < output_rows(a) ? static_cast<i32>(row) : -1;
 }
@@ -439,6 +450,7 @@ TY_DEVICE void pad_segments(const DispatchArgs auto &a, const Team &team, const 
   u32 warps = worker_count(a.context) * team.warps;
   for (u32 e = block_index() * team.warps + team_warp(team); e < a.context.local_experts; e += warps) {
     u64 first = load(&shared.start[e]) + load(&shared.rows[e]), end = load(&shared.start[e + 1]);
+    if (a.output.drop_overflow && end > a.output.capacity) end = a.output.capacity;
     for (u64 row = first + lane_index(); row < end; row += warp_size) mark_unused(a, row);
     for (u64 row = first; a.output.zero_padding && row < end; ++row) zero_row(a, row);
   }
@@ -465,11 +477,14 @@ TY_DEVICE void pad_output(const DispatchArgs auto &a, const Team &team, const Pl
   }
 }
 
-// A source's rows of an expert among the expert's.
-TY_DEVICE Range rows_of_source(const Context auto &c, const PlaceShared &shared, u32 source, u32 e) {
+// A source's rows of an expert among the expert's that are placed.
+TY_DEVICE Range rows_of_source(const DispatchArgs auto &a, const PlaceShared &shared, u32 source, u32 e) {
+  const auto &c = a.context;
   u32 begin = load(&shared.before[source * c.local_experts + e]);
   u32 end = source + 1 < c.ranks ? load(&shared.before[(source + 1) * c.local_experts + e]) : load(&shared.rows[e]);
-  return {begin, end};
+  if (!a.output.drop_overflow) return {begin, end};
+  u32 placed = rows_placed(a, shared, e);
+  return {smaller(begin, placed), smaller(end, placed)};
 }
 
 // Where each source's rows of each expert begin among the expert's rows, and how many they are. By a team of one block.
@@ -479,29 +494,32 @@ TY_DEVICE void write_ranges(const DispatchArgs auto &a, const Team &team, const 
   for (u32 i = team_thread(team); i < c.local_experts * c.ranks; i += team_threads(team)) {
     Quotient place = divide(i, c.ranks, c.ranks_inverse);
     u32 e = place.whole, source = place.rest;
-    Range rows = rows_of_source(c, shared, source, e);
+    Range rows = rows_of_source(a, shared, source, e);
     u64 range = room ? static_cast<u64>(rows.first) << 32 | (rows.end - rows.first) : 0;
     store(pointer<u64>(a.output.source_ranges) + i, range);
   }
 }
 
-// Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
-// By a team of one block.
+// Counts and offsets of the rows that are placed; all zero if the output overflowed, so that nothing downstream reads
+// rows that are not there. What stands for all rows counts those without room, too. By a team of one block.
 TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, u64 epoch) {
   const auto &c = a.context;
   const auto &out = a.output;
   bool room = fits(a, shared);
   for (u32 e = team_thread(team); e <= c.local_experts; e += team_threads(team)) {
     bool is_end = e == c.local_experts;
-    u32 rows = room && !is_end ? load(&shared.rows[e]) : 0;
+    u32 rows = room && !is_end ? rows_placed(a, shared, e) : 0;
     if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
     if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
     if (out.total_counts && !is_end) {
       u32 *total = pointer<u32>(out.total_counts) + e;
       store(total, load(total) + rows);
     }
-    if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
-      store(pointer<i32>(out.expert_offset) + e, room ? static_cast<i32>(load(&shared.start[e])) : 0);
+    if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS) {
+      u32 start = room ? load(&shared.start[e]) : 0;
+      if (out.drop_overflow && start > out.capacity) start = static_cast<u32>(out.capacity);
+      store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(start));
+    }
     if (out.expert_offset && out.layout == TY_LAYOUT_MASKED)
       store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(e * out.capacity));
   }
@@ -527,7 +545,7 @@ TY_DEVICE bool drop_sources(const DispatchArgs auto &a, u64 ended) {
     for (u32 e = 0; room && e < (token ? 1 : c.local_experts); ++e) {
       u32 start = load(&shared.source_start[source]);
       Range rows =
-          token ? Range{start, start + load(&shared.source_rows[source])} : rows_of_source(c, shared, source, e);
+          token ? Range{start, start + load(&shared.source_rows[source])} : rows_of_source(a, shared, source, e);
       u64 first = token ? 0 : segment_start(a, shared, e);
       for (u32 row = rows.first + thread_index(); row < rows.end; row += block_threads()) mark_unused(a, first + row);
     }

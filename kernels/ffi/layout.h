@@ -473,6 +473,7 @@ typedef struct ty_output {
   uint32_t align;
   uint32_t align_inverse; // floor((2^32 - 1) / align), as divide() takes it
   uint32_t zero_padding;
+  uint32_t drop_overflow; // rows without room are left out, where otherwise the whole output stays empty
 } ty_output;
 
 typedef struct ty_dispatch_args {

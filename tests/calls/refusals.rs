@@ -504,6 +504,9 @@ fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> 
         let [experts, weights] = ["token_experts", "token_weights"];
         add(Of::Output, experts, experts, of_output(output().token_experts(any.clone())), "given", why);
         add(Of::Output, weights, weights, of_output(output().token_weights(any.clone())), "given", why);
+    } else {
+        let (name, why) = ("drop_overflow", "a row of the token layout is for several experts");
+        add(Of::Output, name, name, of_output(output().drop_overflow(true)), "set", why);
     }
     faults
 }

@@ -337,10 +337,16 @@ pub(super) fn terms_of(
     source_rank: usize,
     token: usize,
 ) -> Vec<Term> {
-    let mut terms = Vec::new();
+    let mut terms: Vec<Term> = Vec::new();
     for k in (0..spec.top_k).filter(|_| !faults.is_silent(source_rank)) {
         let Some(expert) = source.expert(spec, token, k) else { continue };
         let Some(rank) = spec.rank_of(expert).filter(|&r| !faults.is_overflowed(r)) else { continue };
+        if let Some(&left_out) = faults.dropped.get(&(expert, source_rank, token)) {
+            let rows = (0..spec.top_k).filter(|&k| source.expert(spec, token, k) == Some(expert)).count();
+            if terms.iter().filter(|term| term.expert == expert).count() + left_out >= rows {
+                continue;
+            }
+        }
         terms.push(Term { expert, rank, weight: source.weight(spec, token, k), choice: k });
     }
     terms

@@ -7,7 +7,7 @@
 //! - `token_experts` keeps the top-k positions: entry k is the local index of choice k, or −1 with weight 0 where that
 //!   expert lives elsewhere;
 //! - where the capacity is too small, each row, index and count is either right or untouched, and nothing is written
-//!   beyond it.
+//!   beyond it; where rows without room are left out, those before the end are there.
 
 use super::expect::{Expected, Place, Slot, expected_dispatch};
 use super::explain::Finder;
@@ -362,8 +362,8 @@ impl Check<'_> {
         }
     }
 
-    /// Begin and number of each source's rows for each local expert, expert by expert; nothing for experts without
-    /// rows, as all are where the output is too small.
+    /// Begin and number of each source's rows for each local expert that are there, expert by expert; nothing for
+    /// experts without rows, as all are where the output is too small.
     fn ranges(&self) -> Vec<(usize, usize)> {
         let (spec, expected) = (self.spec, self.expected);
         let of = |expert: usize, source: &SourceRank| {
@@ -375,6 +375,8 @@ impl Check<'_> {
             let mut begin = 0;
             for (rank, source) in self.sources.iter().enumerate() {
                 let sent = if rows == 0 || self.faults.is_silent(rank) { 0 } else { of(expert, source) };
+                // Of rows that are left out none.
+                let sent = sent.min(rows - begin);
                 ranges.push((begin, sent));
                 begin += sent;
             }

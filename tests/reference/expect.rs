@@ -3,6 +3,8 @@
 //! Every (expert, source rank, token) that was routed to the rank is listed, the list is sorted, and rows are laid out
 //! in that order. Two passes over the routing, one sort, no prefix sums over ranks.
 
+use std::collections::BTreeMap;
+
 use super::spec::{Faults, Layout, SourceRank, Spec};
 
 /// The token whose row stands in a slot.
@@ -32,11 +34,11 @@ pub struct Expected {
     pub slots: Vec<Slot>,
     /// Global ids of the local experts, ascending.
     pub experts: Vec<usize>,
-    /// Rows of each local expert.
+    /// Rows of each local expert that are there.
     pub counts: Vec<usize>,
     /// Contiguous: segment starts, and the end of the last; masked: e · per_expert; token layout: empty.
     pub offsets: Vec<usize>,
-    /// Contiguous: rows used with padding; masked: sum of the counts; token layout: rows.
+    /// Contiguous: rows used with padding; masked: sum of the counts; token layout: rows. Rows that are left out count.
     pub used: usize,
     /// Capacity needed: rows used, or in the masked layout rows of the fullest expert.
     pub needed: usize,
@@ -60,6 +62,41 @@ impl Expected {
         self.used = 0;
         self
     }
+
+    /// An output without room for all rows has those before its end, or before the end of each expert's.
+    fn cut(mut self, spec: &Spec) -> Expected {
+        for (e, count) in self.counts.iter_mut().enumerate() {
+            let start = if let Layout::Contiguous { .. } = spec.layout { self.offsets[e] } else { 0 };
+            *count = (*count).min(self.given.saturating_sub(start));
+        }
+        if let Layout::Contiguous { capacity, .. } = spec.layout {
+            self.offsets.iter_mut().for_each(|offset| *offset = (*offset).min(capacity));
+        }
+        self
+    }
+}
+
+/// The rows of a rank's output that are left out for lack of room, by expert, source rank and token. Of several rows of
+/// a token and an expert the last choices' are left out.
+pub fn dropped_rows(
+    spec: &Spec,
+    sources: &[SourceRank],
+    faults: &Faults,
+    dst: usize,
+) -> BTreeMap<(usize, usize, usize), usize> {
+    let Expected { slots, experts, .. } = expected_dispatch(spec, sources, faults, dst);
+    let mut left = BTreeMap::new();
+    for (local, source, token) in routed_here(spec, sources, faults, &experts) {
+        *left.entry((experts[local], source, token)).or_default() += 1;
+    }
+    for slot in slots {
+        let Slot::Token(Place { source, token, local: Some(local) }) = slot else { continue };
+        if let Some(rows) = left.get_mut(&(experts[local], source, token)) {
+            *rows -= 1;
+        }
+    }
+    left.retain(|_, rows: &mut usize| *rows > 0);
+    left
 }
 
 /// The expected output of rank `dst`.
@@ -110,7 +147,11 @@ pub fn expected_dispatch(spec: &Spec, sources: &[SourceRank], faults: &Faults, d
         }
     };
     let expected = Expected { slots, experts, counts, offsets, used, needed, given };
-    if expected.overflow() { expected.refused(spec) } else { expected }
+    match (expected.overflow(), spec.drop_overflow) {
+        (false, _) => expected,
+        (true, true) => expected.cut(spec),
+        (true, false) => expected.refused(spec),
+    }
 }
 
 /// Every (local expert, source rank, token) routed to the given experts, sorted.

@@ -37,7 +37,7 @@ mod spec;
 pub use combine::{ObservedCombine, TokenSums, check_combine};
 pub use dispatch::{ObservedDispatch, check_dispatch, scale_index, scale_total_words};
 pub use elem::Elem;
-pub use expect::{Expected, Place, Slot, expected_dispatch};
+pub use expect::{Expected, Place, Slot, dropped_rows, expected_dispatch};
 pub use payload::{ObservedPayload, check_payload};
 pub use quantize::{carried_by_fp8, fp8_error, quantized_row, quantized_scales};
 pub use report::Report;

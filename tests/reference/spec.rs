@@ -1,5 +1,6 @@
 //! What was asked for: shapes, layouts, types; and which rank routed which token where.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::elem::Elem;
@@ -80,6 +81,8 @@ pub struct Spec {
     /// Rows between the end of an expert's rows and the next segment's start are zeroed, scales included. Without it
     /// they are untouched. The masked and token layouts have no such rows.
     pub zero_padding: bool,
+    /// Rows without room are left out, where otherwise an output that is too small gets none. Not in the token layout.
+    pub drop_overflow: bool,
     /// The byte with which every output was filled before the run.
     pub poison: u8,
     /// Whether a token may name an expert several times.
@@ -214,6 +217,8 @@ pub struct Faults {
     pub silent: Vec<bool>,
     /// Ranks whose output was too small: nothing of theirs enters anybody's sums, on their node or another.
     pub overflowed: Vec<bool>,
+    /// Rows that were left out, by expert, source rank and token: as `expect::dropped_rows` gives them.
+    pub dropped: BTreeMap<(usize, usize, usize), usize>,
 }
 
 impl Faults {

@@ -184,7 +184,7 @@ fn every_kernel_stands_in_the_one_list() {
     let list = fs::read_to_string(root().join("kernels/kernels.inc")).unwrap();
     let entries = list.lines().filter_map(|line| line.strip_prefix("TY_KERNEL_ENTRY(")?.strip_suffix(')'));
     let mut listed: Vec<&str> = entries.collect();
-    let sources = files("kernels", &["cuh"]);
+    let sources = files("kernels", &["cuh", "cu"]);
     let mut defined: Vec<&str> = Vec::new();
     for (_, text) in sources.iter().filter(|(name, _)| !name.ends_with("prim.cuh")) {
         defined.extend(text.lines().filter_map(|line| {

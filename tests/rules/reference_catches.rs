@@ -54,6 +54,7 @@ fn spec(layout: Layout) -> Spec {
         scale_order: ScaleOrder::RowMajor,
         accumulate: false,
         zero_padding: true,
+        drop_overflow: false,
         poison: FILL,
         duplicates: false,
         replicas: Vec::new(),

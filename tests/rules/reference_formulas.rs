@@ -254,6 +254,7 @@ fn one_rank(hidden: usize, scales: Scales, layout: Layout) -> Spec {
         scale_order: ScaleOrder::RowMajor,
         accumulate: false,
         zero_padding: false,
+        drop_overflow: false,
         poison: 0xa5,
         duplicates: false,
         replicas: Vec::new(),

@@ -90,6 +90,8 @@ pub struct Case {
     /// Order of choices and of weights that come with dispatch: token by token, or choice by choice.
     pub index_order: OrderWord,
     pub zero_padding: bool,
+    /// Rows without room are left out.
+    pub drop_overflow: bool,
     pub accumulate: bool,
     /// Each rank draws its own count in 0..=tokens.
     pub ragged: bool,
@@ -176,6 +178,7 @@ impl Default for Case {
             index: IndexWord::I64,
             index_order: OrderWord::Row,
             zero_padding: false,
+            drop_overflow: false,
             accumulate: false,
             ragged: false,
             device_count: false,
@@ -404,6 +407,7 @@ impl Case {
             },
             accumulate: self.accumulate,
             zero_padding: self.zero_padding,
+            drop_overflow: self.drop_overflow,
             duplicates: self.duplicate_percent.is_some(),
             replicas: self.replica_lists(),
             poison,
@@ -464,7 +468,7 @@ impl Case {
         if !self.gap.is_multiple_of(ROW_QUANTUM) {
             return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
         }
-        if self.again && self.fault == FaultWord::Overflow {
+        if self.again && self.fault == FaultWord::Overflow && !self.drop_overflow {
             let advice = "rows of an output that was too small have no places to go to again; give another fault";
             return Err(Refusal::of("fault", self.fault.name(), advice));
         }
@@ -601,6 +605,10 @@ impl Case {
         }
         if let Some(why) = self.why_not_in_place().filter(|_| self.in_place) {
             return refuse("--in-place", "given".to_string(), format!("{why}; leave it out"));
+        }
+        if self.drop_overflow && self.layout == LayoutWord::Token {
+            let advice = "rows of the token layout are for several experts, so none is left out; give no";
+            return refuse("drop_overflow", "yes".to_string(), advice.to_string());
         }
         if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             let advice = "in the token layout the caller sums a rank's experts, and needs the weights at dispatch; give \
@@ -741,6 +749,7 @@ fields! {
     index: show_word, word;
     index_order: show_word, word;
     zero_padding: flag, read_flag;
+    drop_overflow: flag, read_flag;
     accumulate: flag, read_flag;
     ragged: flag, read_flag;
     device_count: flag, read_flag;

@@ -74,6 +74,7 @@ fn draw_present(seed: u64, device: DeviceWord) -> Case {
     draw_quantize(&mut case);
     draw_partial(&mut case);
     draw_in_place(&mut case);
+    draw_drop(&mut case, false);
     draw_duplicates(&mut case);
     draw_handles(&mut case);
     draw_counts(&mut case);
@@ -99,6 +100,7 @@ pub fn with_in_place(case: Case) -> Case {
     let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
     let case = Case { missing: MissingWord::No, quantize: false, ahead: 1, ..case };
+    let case = Case { drop_overflow: false, ..case };
     Case { again: false, mixed: false, dispatch_payload: 0, in_place: true, ..case }
 }
 
@@ -189,6 +191,7 @@ fn draw_small_present(seed: u64) -> Case {
     case.world_mode = WorldMode::OneThread;
     case.hold_stores = seed % 2 == 1;
     draw_in_place(&mut case);
+    draw_drop(&mut case, true);
     draw_duplicates(&mut case);
     draw_handles(&mut case);
     draw_counts(&mut case);
@@ -365,7 +368,7 @@ fn draw_handles(case: &mut Case) {
 /// Whether rows go by earlier handles, where they can. From a stream of its own, as nodes are.
 fn draw_again(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 14, 0, 0));
-    case.again = dice.once_in(2) && !case.in_place && case.fault != FaultWord::Overflow;
+    case.again = dice.once_in(2) && !case.in_place && (case.fault != FaultWord::Overflow || case.drop_overflow);
 }
 
 /// Whether calls of another format alternate with the case's. From a stream of its own, as nodes are.
@@ -393,6 +396,18 @@ fn draw_dispatch_payload(case: &mut Case) {
     let words = dice.of(&[1, 2, 3, 8, 40], 1);
     if dice.once_in(2) && !case.in_place {
         case.dispatch_payload = words;
+    }
+}
+
+/// Whether rows without room are left out. In the token layout it is refused; some draws test that, unless the case is
+/// to be `usable`. From a stream of its own, as nodes are.
+fn draw_drop(case: &mut Case, usable: bool) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 23, 0, 0));
+    let (wanted, refused, often) = (dice.once_in(2), dice.once_in(16), dice.once_in(2));
+    let takes = if case.layout == LayoutWord::Token { refused && !usable } else { wanted };
+    case.drop_overflow = takes && !case.in_place;
+    if case.drop_overflow && often && case.fault == FaultWord::None && case.mode != Mode::Graph {
+        case.fault = FaultWord::Overflow;
     }
 }
 
@@ -501,7 +516,10 @@ mod tests {
         for seed in 0..400 {
             for case in [draw(seed, DeviceWord::Cpu), draw_small(seed)].map(quantized) {
                 let refused = case.refused_by_design();
-                let stays = matches!(refused, Some("layout" | "gathered" | "payload_words" | "missing_ranks"));
+                let stays = matches!(
+                    refused,
+                    Some("layout" | "gathered" | "payload_words" | "missing_ranks" | "drop_overflow")
+                );
                 assert!(case.quantize && (stays || case.check().is_ok()), "{case}: {refused:?}");
             }
         }

@@ -26,6 +26,8 @@ impl Case {
             Some("missing_ranks")
         } else if self.gathered && self.layout == LayoutWord::Token {
             Some("gathered")
+        } else if self.drop_overflow && self.layout == LayoutWord::Token {
+            Some("drop_overflow")
         } else {
             None
         }
@@ -42,6 +44,7 @@ impl Case {
                 "hidden" => case.partial = PartialWord::Same,
                 "payload_words" => (case.payload, case.gathered) = (0, false),
                 "gathered" => case.gathered = false,
+                "drop_overflow" => case.drop_overflow = false,
                 "missing_ranks" => case.missing = MissingWord::No,
                 _ => case.weights = WeightsWord::Dispatch,
             }
@@ -65,6 +68,7 @@ impl Case {
             (self.again, "its handles do not have the places of rows"),
             (self.mixed, "its calls are of one format"),
             (self.dispatch_payload > 0, "it has no place for words beside its rows"),
+            (self.drop_overflow, "it takes all rows or none"),
         ];
         reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
     }

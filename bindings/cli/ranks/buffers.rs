@@ -408,6 +408,7 @@ impl Buffers {
             .token_weights(only_token(&self.token_weights))
             .row_count(self.row_count.view())
             .zero_padding(case.zero_padding)
+            .drop_overflow(case.drop_overflow)
             .host_counts(case.host_counts.then(|| self.host_counts.view()))
             .source_ranges(case.host_counts.then(|| self.source_ranges.view()))
             .total_counts(case.host_counts.then(|| self.total_counts.view()))

@@ -10,7 +10,7 @@ use tokenyard::{Error, Rank};
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::{Counter, Use};
 use crate::cli::cases::words::{FaultWord, Mode};
-use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, expected_dispatch};
+use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, dropped_rows, expected_dispatch};
 
 /// The planned fault of one iteration, if any.
 #[derive(Debug, Clone, Default)]
@@ -19,7 +19,7 @@ pub struct Planned {
     faults: Faults,
     /// By rank: what its calls lack of ranks that are missing.
     missing: Vec<Lacking>,
-    /// The rank whose output is too small.
+    /// The rank whose output is too small: an error, unless rows without room are left out.
     overflow: Option<Overflow>,
     /// Room that this rank's output has if it is to fit exactly.
     exact: Option<usize>,
@@ -127,7 +127,7 @@ impl Planned {
         if self.faults.is_silent(rank) {
             kinds.push(Kind::Routing);
         }
-        if let Some(Overflow { rank: full, needed, given }) = self.overflow {
+        if let Some(Overflow { rank: full, needed, given }) = self.overflow.filter(|_| !spec.drop_overflow) {
             if full == rank {
                 kinds.push(Kind::Capacity { needed: needed as u64, given: given as u64 });
             }
@@ -146,7 +146,8 @@ fn with_missing(faults: &Faults, lacking: &Lacking) -> Faults {
         missing.iter().enumerate().map(of).collect()
     };
     let silent = either(&faults.silent, &lacking.sources);
-    Faults { silent, overflowed: either(&faults.overflowed, &lacking.owners) }
+    let overflowed = either(&faults.overflowed, &lacking.owners);
+    Faults { silent, overflowed, dropped: faults.dropped.clone() }
 }
 
 /// Compares the refusing ranks that a context has reported so far (`seen`, each with the epoch of its dispatch) with
@@ -230,8 +231,12 @@ fn shrink(
         if needed > 0 {
             // Mostly one row too few.
             let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
-            let overflowed = (0..case.world).map(|r| r == rank).collect();
-            let faults = Faults { overflowed, ..Faults::default() };
+            let small = Spec { layout: case.reference_layout(given), ..spec.clone() };
+            let faults = if spec.drop_overflow {
+                Faults { dropped: dropped_rows(&small, sources, &missing, rank), ..Faults::default() }
+            } else {
+                Faults { overflowed: (0..case.world).map(|r| r == rank).collect(), ..Faults::default() }
+            };
             return Planned { faults, overflow: Some(Overflow { rank, needed, given }), ..Planned::default() };
         }
     }

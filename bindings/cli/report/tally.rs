@@ -15,7 +15,7 @@ use crate::cli::cases::words::{
 };
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 19] = [
+const DIMENSIONS: [&str; 20] = [
     "dtype",
     "scales",
     "combine",
@@ -35,9 +35,10 @@ const DIMENSIONS: [&str; 19] = [
     "payload",
     "dispatch payload",
     "missing",
+    "drop overflow",
 ];
 /// Whether rows are quantised, tokens may name experts several times, experts have replicas, handles are compact, rows
-/// go by earlier handles, and rows have words beside them.
+/// go by earlier handles, rows have words beside them, and rows without room are left out.
 const SUMS: &str = "sums";
 const GATHERED: &str = "gathered";
 const NO_YES: [&str; 2] = ["no", "yes"];
@@ -77,7 +78,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 | 9 | 10 | 13 | 14 | 15 | 17 => NO_YES.to_vec(),
+        6 | 9 | 10 | 13 | 14 | 15 | 17 | 19 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
         11 => names(IndexWord::ALL),
         12 => names(OrderWord::ALL),
@@ -124,6 +125,7 @@ fn values_of(case: &Case) -> [&'static str; DIMENSIONS.len()] {
         payload_of(case),
         NO_YES[usize::from(case.dispatch_payload > 0)],
         case.missing.name(),
+        NO_YES[usize::from(case.drop_overflow)],
     ]
 }
 
@@ -153,6 +155,7 @@ fn must_be_refused(pair: &Pair) -> bool {
         ("dtype", "quantize") => pair.1 != "fp8" && pair.3 == "yes",
         ("scales", "quantize") => pair.1 == "none" && pair.3 == "yes",
         ("layout", "payload") => has("token") && has(GATHERED),
+        ("layout", "drop overflow") => has("token") && has("yes"),
         ("partial", "payload") => pair.1 != "same" && pair.3 != "no",
         ("partial", "missing") => pair.1 != "same" && pair.3 != "no",
         ("nodes", "missing") => pair.1 != ONE && pair.3 != "no",
@@ -231,12 +234,12 @@ mod tests {
     fn pairs_are_of_all_dimensions() {
         // 4 dtypes with 4 modes, these with the dimensions of 3 values, those with each other, and all of them with
         // those of 2, which are paired, too.
-        let (twos, threes) = (8, DIMENSIONS.len() - 10);
+        let (twos, threes) = (9, DIMENSIONS.len() - 11);
         let of_two = twos * 2 * (2 * 4 + 3 * threes) + twos * (twos - 1) / 2 * 4;
         assert_eq!(all_pairs().len(), 4 * 4 + 2 * 4 * 3 * threes + threes * (threes - 1) / 2 * 9 + of_two);
         assert_eq!(
             all_pairs().iter().filter(|p| must_be_refused(p)).count(),
-            6 + 1 + 3 + 1 + 1 + 4 + 4 + 4 + 2 + 4 + 2
+            6 + 1 + 3 + 1 + 1 + 1 + 4 + 4 + 4 + 2 + 4 + 2
         );
     }
 

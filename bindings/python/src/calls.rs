@@ -336,6 +336,7 @@ pub(super) fn tokens(call: &Call<'_>, given: &Given) -> PyResult<(tokenyard::Tok
 /// `token_weights` fp32 `[rows, top_k]`, `row_count` int32 `[1]`, `scales` of 4-byte words `[rows, words]`, or with
 /// `column_major` `[words, rows rounded up to 4]`, `payload` fp32 `[rows, words]`, `source_ranges` int64
 /// `[local experts, ranks]`, and, added to, `total_counts` int32 `[local experts]` and `wait_times` int64 `[ranks]`.
+/// `drop_overflow`: rows without room are left out, in place of an error; `row_count` is then of all rows that came.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Output {
     layout: Layout,
@@ -344,6 +345,7 @@ pub(super) struct Output {
     scales: Option<Array>,
     column_major: bool,
     zero_padding: bool,
+    drop_overflow: bool,
     others: Vec<(&'static str, Array)>,
 }
 
@@ -353,7 +355,7 @@ impl Output {
     #[pyo3(signature = (
         layout, rows, counts, *, align=1, scales=None, column_major=false, zero_padding=false, offsets=None,
         row_expert=None, source=None, token_experts=None, token_weights=None, row_count=None, payload=None,
-        source_ranges=None, total_counts=None, wait_times=None,
+        source_ranges=None, total_counts=None, wait_times=None, drop_overflow=false,
     ))]
     // The parameters are Python's keywords.
     #[allow(clippy::too_many_arguments)]
@@ -375,6 +377,7 @@ impl Output {
         source_ranges: Option<&Bound<'_, PyAny>>,
         total_counts: Option<&Bound<'_, PyAny>>,
         wait_times: Option<&Bound<'_, PyAny>>,
+        drop_overflow: bool,
     ) -> PyResult<Output> {
         let array = |name, value: &Bound<'_, PyAny>| Array::of(name, value, true);
         let (rows, counts) = (array("rows", rows)?, array("counts", counts)?);
@@ -393,7 +396,7 @@ impl Output {
         ];
         let others = given.into_iter().filter_map(|(name, value)| value.map(|value| Ok((name, array(name, value)?))));
         let output = Output::of_arrays(layout, align, rows, counts, scales, others.collect::<PyResult<_>>()?)?;
-        Ok(Output { column_major, zero_padding, ..output })
+        Ok(Output { column_major, zero_padding, drop_overflow, ..output })
     }
 }
 
@@ -450,7 +453,8 @@ impl Output {
                 array.must_be_shaped(&wanted.collect::<Vec<_>>())?;
             }
         }
-        Ok(Output { layout, rows, counts, scales, column_major: false, zero_padding: false, others })
+        let (column_major, zero_padding, drop_overflow) = (false, false, false);
+        Ok(Output { layout, rows, counts, scales, column_major, zero_padding, drop_overflow, others })
     }
 
     /// An output of arrays that an operator made.
@@ -462,7 +466,7 @@ impl Output {
         column_major: bool,
         others: Vec<(&'static str, Array)>,
     ) -> Output {
-        Output { layout, rows, counts, scales, column_major, zero_padding: false, others }
+        Output { layout, rows, counts, scales, column_major, zero_padding: false, drop_overflow: false, others }
     }
 
     /// As the API takes it, for a call whose tokens have so many words of a payload.
@@ -495,7 +499,7 @@ impl Output {
             must_be_scales(scales, rows.places(), self.column_major, format)?;
             to = to.scales(call.view(scales)?).scale_order(scale_order(self.column_major));
         }
-        to = to.zero_padding(self.zero_padding);
+        to = to.zero_padding(self.zero_padding).drop_overflow(self.drop_overflow);
         for (name, array) in &self.others {
             match *name {
                 "token_experts" | "token_weights" => array.must_have_columns(call.top_k)?,

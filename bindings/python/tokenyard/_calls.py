@@ -250,6 +250,7 @@ class AllToAll:
         format: Optional[Format] = None,
         also: Iterable[str] = (),
         column_major: bool = False,
+        drop_overflow: bool = False,
     ) -> Tuple[Output, Dispatched]:
         """An `Output` with arrays of its own, and these as `Dispatched` without a handle.
 
@@ -259,7 +260,9 @@ class AllToAll:
         local expert, -1 for a row that is none), "source" (int32 `[rows, 2]`: rank and token), "row_count" (int32
         `[1]`: rows used) and "source_ranges" (int64 `[local experts, ranks]`: where the rows of a rank begin among the
         expert's, times 2^32, plus how many they are). `column_major`: a row's scales lie as far apart as there are rows,
-        rounded up to 4, as DeepGEMM takes them; in the same shape.
+        rounded up to 4, as DeepGEMM takes them; in the same shape. `drop_overflow`, not in the token layout: the last rows,
+        in the masked layout of each expert, are left out if there is no room for them, in place of `CapacityError`.
+        "row_count" is then of all rows that came, counts and offsets of those that are there.
         """
         format = format or self._format
         experts = len(self._experts)
@@ -284,7 +287,8 @@ class AllToAll:
         sizes = {"row_expert": ((all_rows,), "i32"), "source": ((all_rows, 2), "i32"), "row_count": ((1,), "i32")}
         sizes["source_ranges"] = ((experts, self._ranks), "i64")
         further = {name: make(*sizes[name]) for name in also}
-        output = Output(layout, align=align, column_major=column_major, **made, **further)
+        order = dict(column_major=column_major, drop_overflow=drop_overflow)
+        output = Output(layout, align=align, **order, **made, **further)
         if column_major:
             made["scales"] = made["scales"].swapaxes(-1, -2)[..., :rows, :]
         absent = dict.fromkeys(("scales", "offsets", "token_experts", "token_weights"))
@@ -306,15 +310,16 @@ class AllToAll:
         capacity: Optional[int] = None,
         exact: bool = False,
         also: Iterable[str] = (),
+        drop_overflow: bool = False,
     ) -> Dispatched:
         """Sends `x` `[tokens, hidden]` to the experts `topk_idx` `[tokens, top_k]` (int32 or int64, -1 for none).
 
         `topk_weights`: fp32 `[tokens, top_k]`, where weights come with dispatch. `count`: int32 `[1]` on the device, of
         how many tokens there are. `payload`: fp32 `[tokens, words]`, which comes beside each row. `format`: of this call,
-        one for which the context has room. `layout`, `align`, `capacity` and `also` are those of `output`. With a bool
-        array `[tokens, ranks]` in place of `topk_idx` tokens name ranks, and have a row at each one's first expert. An
-        error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as
-        the other ranks do.
+        one for which the context has room. `layout`, `align`, `capacity`, `also` and `drop_overflow` are those of
+        `output`. With a bool array `[tokens, ranks]` in place of `topk_idx` tokens name ranks, and have a row at each one's
+        first expert. An error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`:
+        combine that, as the other ranks do.
 
         `exact`: the host waits for the counts, and outputs have exactly as many rows as come (and the masked layout as
         many as the fullest expert has). Not while a graph is captured.
@@ -325,7 +330,8 @@ class AllToAll:
         words = _words(payload)
         with _owner(x, stream):
             output, got = self.output(
-                x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
+                x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also,
+                drop_overflow=drop_overflow,
             )
         try:
             handle = self.dispatch_into(

@@ -252,6 +252,7 @@ class Output:
         source_ranges: Any = None,
         total_counts: Any = None,
         wait_times: Any = None,
+        drop_overflow: bool = False,
     ) -> Output: ...
 
 @final

@@ -89,7 +89,7 @@ fn not_in_place(case: &Case) -> bool {
 
 /// Rows can go by earlier handles.
 fn may_go_again(case: &Case) -> bool {
-    !case.in_place && case.fault != FaultWord::Overflow
+    !case.in_place && (case.fault != FaultWord::Overflow || case.drop_overflow)
 }
 
 /// In-place output is possible, once the fields that it sets are set.
@@ -169,6 +169,8 @@ fn common() -> Vec<Chances> {
         chances!(replicas, |c| c.experts <= 100, [by([("1", 2.0 * third)]), alike(third, [2, 3])].concat()),
         chances!(zero_padding, |c| c.layout == LayoutWord::Contiguous, yes(0.5)),
         chances!(zero_padding, |c| c.layout != LayoutWord::Contiguous, never()),
+        chances!(drop_overflow, |c| c.layout != LayoutWord::Token && !c.in_place, yes(0.5)),
+        chances!(drop_overflow, |c| c.in_place, never()),
         chances!(accumulate, all, yes(third)),
         chances!(device_count, |c| c.mode != Mode::Graph || !c.ragged, yes(third)),
         chances!(device_count, |c| c.mode == Mode::Graph && c.ragged, by([("yes", 1.0)])),
@@ -212,8 +214,14 @@ fn common() -> Vec<Chances> {
         chances!(lockstep, |c| c.ahead > 1, never()),
         chances!(
             fault,
-            |c| c.mode != Mode::Graph,
+            |c| c.mode != Mode::Graph && !c.drop_overflow,
             by([("routing", 1.0 / 12.0), ("overflow", 0.25), ("none", 2.0 * third)])
+        ),
+        // Half of those without another fault have it.
+        chances!(
+            fault,
+            |c| c.mode != Mode::Graph && c.drop_overflow,
+            by([("routing", 1.0 / 12.0), ("overflow", 0.25 + third), ("none", third)])
         ),
         chances!(fault, |c| c.mode == Mode::Graph, by([("routing", 1.0 / 12.0), ("none", 11.0 / 12.0)])),
         chances!(
@@ -271,6 +279,8 @@ fn is_divided(case: &Case) -> bool {
 fn of_configurations() -> Vec<Chances> {
     let third = 1.0 / 3.0;
     vec![
+        // What is refused by design.
+        chances!(drop_overflow, |c| c.layout == LayoutWord::Token, yes(1.0 / 16.0)),
         // One in four may be refused.
         chances!(payload, |c| c.partial != PartialWord::Same, |c| flag(c.payload > 0), yes(1.0 / 6.0)),
         chances!(
@@ -396,6 +406,7 @@ fn of_schedules() -> Vec<Chances> {
     let third = 1.0 / 3.0;
     let few_blocks = |c: &Case| one_node(c) && c.world > 4;
     vec![
+        chances!(drop_overflow, |c| c.layout == LayoutWord::Token, never()),
         chances!(payload, |c| c.partial != PartialWord::Same, |c| flag(c.payload > 0), never()),
         chances!(gathered, |c| c.layout == LayoutWord::Token, never()),
         chances!(world, all, alike(1.0, 2..=6)),
@@ -535,9 +546,6 @@ fn every_pair_of_values_is_among_500_configurations_and_is_found_after_fewer() {
         for offset in 0..3000 {
             let case = draw(first.wrapping_add(offset), DeviceWord::Cpu);
             let searched = offset >= seeds;
-            if offset == seeds {
-                println!("XX {first} {:?}", tally.missing());
-            }
             if !searched || tally.is_news(&case) {
                 tally.count(&case, case.refused_by_design().is_some());
                 further += usize::from(searched);
@@ -567,6 +575,7 @@ fn adapted_draws_keep_what_the_adaptation_leaves_free() {
         ("quantize", 1),
         ("ahead", 1),
         ("in_place", 1),
+        ("drop_overflow", 1),
         ("again", 1),
         ("mixed", 1),
         ("dispatch_payload", 1),

@@ -172,8 +172,7 @@ class HybridEPBuffer:
 
         There are as many rows as come, or `num_permuted_tokens`: then further rows are zeros, and `handle[-1]` is 1 if
         the last rows were dropped because more came. The host waits for counts, unless `non_blocking` is set and rows
-        are on a GPU. Then all rows of a rank are lost if they do not fit, and a later call raises
-        `tokenyard.CapacityError`."""
+        are on a GPU."""
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         self._open()
@@ -416,6 +415,7 @@ class _Call:
             # What is past the rows is dropped, and experts have what is left.
             ends = [min(sum(padded[: expert + 1]), rows) for expert in range(self.local)]
             padded = [end - begin for begin, end in zip([0, *ends], ends)]
+            got.counts[: self.local].clamp_(max=torch.tensor(padded, dtype=torch.int32, device=device))
         flag = torch.full((1,), int(needed > rows), dtype=torch.int32, device=device)
         routed = _Routed(
             self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows,
@@ -437,7 +437,7 @@ class _Call:
         # A token with more choices, or of what is no expert, is one that cannot be sent: an error of a later call.
         refused = over if self.wrong is None else over | self.wrong
         sent_choices = torch.where(refused, torch.iinfo(torch.int32).max, choices)
-        output, got = self.output(ep, "contiguous", align, rows)
+        output, got = self.output(ep, "contiguous", align, rows, drop=True)
         found = Found()
 
         def send() -> Any:
@@ -445,13 +445,12 @@ class _Call:
 
         handle = self.buffer._dispatches.halves(lambda: found.sending(send), lambda sent: output, ep.dispatch_recv)
         kept = self.kept(ep, handle, rows)
-        raw = got.counts[: self.local]
-        padded = (raw.long() + (align - 1)) // align * align
+        padded = got.offsets[: self.local + 1].long().diff()
         routed = _Routed(
             self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows, padded, True
         )
-        flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-        results = self.results(got, routed, (None,) * 7 + (raw, choices.shape[0], None, flag))
+        flag = (got.also["row_count"] > rows).int()
+        results = self.results(got, routed, (None,) * 7 + (got.counts[: self.local], choices.shape[0], None, flag))
         found.raise_with(results)
         return results
 
@@ -538,13 +537,16 @@ class _Call:
             counts=counts,
         )
 
-    def output(self, ep: AllToAll, layout: str, align: int, capacity: int) -> Tuple[Output, Any]:
-        """An output of so many rows, and its tensors."""
+    def output(
+        self, ep: AllToAll, layout: str, align: int, capacity: int, drop: bool = False
+    ) -> Tuple[Output, Any]:
+        """An output of so many rows, and its tensors. `drop`: rows without room are left out."""
         format = self.given.format(ep.format.max_tokens)
         words = 0 if self.probs is None else ep.top_k * (2 if layout == "contiguous" else 1)
-        also = ("row_expert",) if layout == "contiguous" else ()
+        also = ("row_expert", "row_count") if layout == "contiguous" else ()
         output, got = ep.output(
-            self.given.x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also
+            self.given.x, layout=layout, align=align, capacity=capacity, payload_words=words, format=format, also=also,
+            drop_overflow=drop,
         )
         _clear(got.rows, got.scales)
         return output, got
