@@ -247,8 +247,8 @@ fn run_nvcc(nvcc: &Path, unit: &Unit) -> String {
         command.args(["-gencode", code]);
     }
     command.args(["-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
-    // All architectures in parallel.
-    command.args(["--threads", "0"]);
+    // All architectures in parallel. By default fatbins of this size are not compressed.
+    command.args(["--threads", "0", "--compress-mode=size"]);
     command.arg("-o").arg(&unit.fatbin).arg(&unit.source);
     let output = match command.output() {
         Ok(output) => output,

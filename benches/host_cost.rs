@@ -264,8 +264,8 @@ mod empty {
     use cudarc::driver::sys;
     use std::ptr::null_mut;
 
-    /// About as many as of a dispatch's or a combine's argument.
-    const ARGUMENT_BYTES: usize = 640;
+    /// As many as a dispatch's (`ty_dispatch_args` in kernels/ffi/layout.h).
+    const ARGUMENT_BYTES: usize = 2240;
     const BLOCK: u32 = 512;
 
     pub struct Empty {

@@ -177,6 +177,8 @@ class Rank:
     def replay_time(self, lock):
         """Microseconds of a replay of dispatch and combine, on the device, and of the call that launches it, on the host."""
         stream = torch.cuda.current_stream()
+        # Contexts of the calls above are gone on all ranks: freeing memory waits for all kernels of the GPU.
+        self.world.barrier()
         self.combine(self.dispatch_into())
         self.wait()
         self.world.barrier()

@@ -172,8 +172,11 @@ impl AllToAllBuilder {
     }
 }
 
-/// What all launches of a dispatch are given.
+/// What all launches of a dispatch are given. Inline, as are other functions that return such structs: they are large,
+/// and each copy takes as long as what a call is checked for.
+#[inline(always)]
 fn dispatch_args(
+    call: &Call<'_>,
     kind: &Kind,
     handle: raw::ty_handle,
     tokens: raw::ty_tokens,
@@ -181,8 +184,8 @@ fn dispatch_args(
     counts: Option<&CountWords>,
 ) -> raw::ty_dispatch_args {
     let (first_counts, counts_number) = counts.map_or((0, 0), |counts| (counts.address(), counts.number()));
-    let context = kind.context;
-    raw::ty_dispatch_args { context, handle, tokens, output, first_counts, counts_number, ..Default::default() }
+    let (context, reserved, phases, round) = (call.context(kind), 0, 0, 0);
+    raw::ty_dispatch_args { context, handle, tokens, output, first_counts, counts_number, reserved, phases, round }
 }
 
 impl AllToAll {
@@ -231,12 +234,12 @@ impl AllToAll {
         let kind = self.kind_of(tokens)?;
         let mut needs = self.needs(&kind);
         let input = tokens.check(&mut needs)?;
-        let out = self.check_output(output, needs)?;
+        let out = self.check_output(output, &mut needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take(Some(self.rows(output)))?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(&kind, lease.raw(), input, out, None);
-        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, false))?;
+        let mut args = dispatch_args(&call, &kind, lease.raw(), input, out, None);
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &mut args, false))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, kind, tokens, input, None)?, output))
     }
@@ -283,8 +286,8 @@ impl AllToAll {
         let lease = call.take(None)?;
         let counts = if counted { lease.counts()? } else { None };
         call.keep(tokens.views());
-        let args = dispatch_args(&kind, lease.raw(), input, raw::ty_output::default(), counts.as_ref());
-        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, false)?;
+        let mut args = dispatch_args(&call, &kind, lease.raw(), input, raw::ty_output::default(), counts.as_ref());
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &mut args, false)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, kind, tokens, input, counts)
     }
@@ -349,15 +352,15 @@ impl AllToAll {
         if let Some(tokens) = &sent.views {
             tokens.check(&mut needs)?;
         }
-        let out = self.check_output(output, needs)?;
+        let out = self.check_output(output, &mut needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.lease)?;
         call.make_room(&sent.lease, self.rows(output))?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        let args = dispatch_args(&sent.kind, sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
+        let mut args = dispatch_args(&call, &sent.kind, sent.lease.raw(), sent.tokens, out, sent.counts.as_ref());
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, round, &args, false)
+            self.launch_dispatch(&call, phases, round, &mut args, false)
         })?;
         Ok(self.handle(sent, output))
     }
@@ -375,7 +378,7 @@ impl AllToAll {
         let kind = self.kind_combined(handle, rows)?;
         let mut needs = self.needs(&kind);
         let sent = self.sent_rows(rows, handle, &mut needs)?;
-        let sums = self.check_sums(out, handle, needs)?;
+        let sums = self.check_sums(out, handle, &mut needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain(out.views()));
@@ -426,7 +429,7 @@ impl AllToAll {
         if let Some(rows) = &sent.views {
             self.sent_rows(rows, &sent.handle, &mut needs)?;
         }
-        let sums = self.check_sums(out, &sent.handle, needs)?;
+        let sums = self.check_sums(out, &sent.handle, &mut needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain(out.views()));
@@ -444,7 +447,7 @@ impl AllToAll {
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
         let call = self.begin_call(stream, BARRIERS)?;
-        let args = raw::ty_barrier_args { context: call.context(&self.own_kind().context) };
+        let args = raw::ty_barrier_args { context: call.context(self.own_kind()) };
         self.launch(stream, pick::barrier(&args), 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
@@ -685,7 +688,7 @@ impl AllToAll {
     }
 
     /// `needs` has the call's inputs.
-    fn check_output(&self, output: &Output, needs: Needs<'_>) -> Result<raw::ty_output> {
+    fn check_output(&self, output: &Output, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && needs.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
             return Err(Error::config("layout", "token", advice));
@@ -693,16 +696,16 @@ impl AllToAll {
         if let Some(own) = self.in_place() {
             own.check(output)?;
         }
-        let mut needs = needs.written();
-        let out = output.check(&mut needs)?;
+        needs.begin_written();
+        let out = output.check(needs)?;
         needs.check_apart()?;
         Ok(out)
     }
 
     /// Where the sums of a combine go; `needs` has the memory that the call reads.
-    fn check_sums(&self, out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums> {
-        let mut needs = needs.written();
-        let sums = out.check(&mut needs, handle.room)?;
+    fn check_sums(&self, out: &Combined, handle: &Handle, needs: &mut Needs<'_>) -> Result<Sums> {
+        needs.begin_written();
+        let sums = out.check(needs, handle.room)?;
         needs.check_apart()?;
         if sums.accumulate != 0 && self.open.memory.absences.is_some() {
             let advice =
@@ -774,7 +777,7 @@ impl AllToAll {
 
     /// Launches a call round by round. If the driver refuses a later round, the call is half enqueued for good, which
     /// closes the context. A recorded call does not close it: nothing of the call runs before its graph does.
-    fn in_rounds(&self, call: &Call<'_>, launch: impl Fn(usize) -> Result<()>) -> Result<()> {
+    fn in_rounds(&self, call: &Call<'_>, mut launch: impl FnMut(usize) -> Result<()>) -> Result<()> {
         (0..self.plan.rounds).try_for_each(|round| {
             launch(round).map_err(|error| if round > 0 && !call.is_recorded() { self.end(round, error) } else { error })
         })
@@ -796,19 +799,19 @@ impl AllToAll {
         self.ended.get_or_init(|| error).clone()
     }
 
-    /// `args` are those of all launches of the call, from `dispatch_args`. `again`: by an earlier handle.
+    /// `args` are those of all launches of the call, from `dispatch_args`, but for what differs between them. `again`:
+    /// by an earlier handle.
     fn launch_dispatch(
         &self,
         call: &Call<'_>,
         phases: u32,
         round: usize,
-        args: &raw::ty_dispatch_args,
+        args: &mut raw::ty_dispatch_args,
         again: bool,
     ) -> Result<()> {
-        let context = call.context(&args.context);
-        let args = raw::ty_dispatch_args { context, phases, round: round as u32, ..*args };
-        let (kernel, shared) = pick::dispatch(&args, again);
-        self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
+        (args.phases, args.round) = (phases, round as u32);
+        let (kernel, shared) = pick::dispatch(args, again);
+        self.launch(call.stream(), kernel, self.sms, self.block, shared, args)
     }
 
     fn launch_combine(
@@ -821,7 +824,7 @@ impl AllToAll {
         sums: Option<Sums>,
     ) -> Result<()> {
         let args = raw::ty_combine_args {
-            context: call.context(&kind.context),
+            context: call.context(kind),
             handle: raw::ty_handle { call: rows.call, output_rows: handle.rows as u64, ..handle.lease.raw() },
             rows: rows.rows,
             rows_pitch: rows.pitch,

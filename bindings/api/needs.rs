@@ -56,9 +56,8 @@ impl Needs<'_> {
     }
 
     /// Marks all views that follow as written by the call.
-    pub fn written(mut self) -> Self {
+    pub fn begin_written(&mut self) {
         self.read = self.count;
-        self
     }
 
     /// Refuses written views that overlap other views of the call: the call would read what it has written, for example

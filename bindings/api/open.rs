@@ -5,6 +5,7 @@
 //! these graphs, and then waits for the context's streams with a deadline.
 
 use super::device_memory::Tables;
+use super::formats::Kind;
 use super::handle::{Lease, Pool};
 use super::missing::Absences;
 use super::report::Reports;
@@ -98,8 +99,9 @@ impl<'a> Call<'a> {
     }
 
     /// The context, as the call's launches are given it.
-    pub fn context(&self, context: &raw::ty_context) -> raw::ty_context {
-        raw::ty_context { guarded: self.guarded.into(), ..*context }
+    #[inline(always)]
+    pub fn context(&self, kind: &Kind) -> raw::ty_context {
+        raw::ty_context { guarded: self.guarded.into(), ..kind.context }
     }
 
     /// Whether the call runs only as part of a graph.

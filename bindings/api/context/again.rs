@@ -33,12 +33,13 @@ impl AllToAll {
         let kind = self.kind_again(handle, tokens)?;
         let mut needs = self.needs(&kind);
         let input = self.check_again(handle, tokens, &mut needs)?;
-        let out = self.check_placed(handle, output, needs)?;
+        let out = self.check_placed(handle, output, &mut needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&handle.lease)?;
         call.keep(tokens.views().chain(output.views()));
-        let args = dispatch_args(&kind, Self::handle_again(handle, self.open.pool.number()), input, out, None);
-        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &args, true))?;
+        let mut args =
+            dispatch_args(&call, &kind, Self::handle_again(handle, self.open.pool.number()), input, out, None);
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &mut args, true))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -55,8 +56,9 @@ impl AllToAll {
         call.uses(&handle.lease)?;
         call.keep(tokens.views());
         let number = self.open.pool.number();
-        let args = dispatch_args(&kind, Self::handle_again(handle, number), input, raw::ty_output::default(), None);
-        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &args, true)?;
+        let mut args =
+            dispatch_args(&call, &kind, Self::handle_again(handle, number), input, raw::ty_output::default(), None);
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, &mut args, true)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.rounds > 1).then(|| tokens.clone());
         let (handle, _half) = (handle.clone(), call.half(&handle.lease));
@@ -86,14 +88,15 @@ impl AllToAll {
         if let Some(tokens) = &sent.views {
             tokens.check(&mut needs)?;
         }
-        let out = self.check_placed(&sent.handle, output, needs)?;
+        let out = self.check_placed(&sent.handle, output, &mut needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(NewRows::views).chain(output.views()));
-        let args = dispatch_args(&sent.kind, Self::handle_again(&sent.handle, sent.call), sent.tokens, out, None);
+        let mut args =
+            dispatch_args(&call, &sent.kind, Self::handle_again(&sent.handle, sent.call), sent.tokens, out, None);
         self.in_rounds(&call, |round| {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, round, &args, true)
+            self.launch_dispatch(&call, phases, round, &mut args, true)
         })
     }
 
@@ -115,9 +118,9 @@ impl AllToAll {
     }
 
     /// `needs` has the call's inputs.
-    fn check_placed(&self, handle: &Handle, output: &Placed, needs: Needs<'_>) -> Result<raw::ty_output> {
-        let mut needs = needs.written();
-        let out = output.check(handle.layout, &mut needs)?;
+    fn check_placed(&self, handle: &Handle, output: &Placed, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
+        needs.begin_written();
+        let out = output.check(handle.layout, needs)?;
         needs.check_apart()?;
         Ok(out)
     }
