@@ -183,7 +183,9 @@ fn build_for_gpu(sources: &[PathBuf]) {
     let key_file = out.join("kernels.key");
     let exist = units.iter().all(|unit| unit.fatbin.exists());
     if !exist || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
-        let report = run_nvcc_on_all(&nvcc, &units);
+        // A build that fails leaves some units newer than others.
+        let _ = fs::remove_file(&key_file);
+        let report = run_nvcc_on_all(&nvcc, &units).unwrap_or_else(|sentence| fail(&sentence));
         write(&out.join("ptxas.txt"), &report);
         write(&key_file, &key);
     }
@@ -217,8 +219,9 @@ impl Unit {
     }
 }
 
-/// Runs nvcc on all units, on as many at once as cargo has jobs. Returns the table of kernels, and the seconds.
-fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> String {
+/// Runs nvcc on all units, on as many at once as cargo has jobs, and waits for all. Returns the table of kernels, and the
+/// seconds; or why one is not built.
+fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> Result<String, String> {
     let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
     let start = Instant::now();
     let (waiting, tables) = (Mutex::new(units.iter()), Mutex::new(Vec::new()));
@@ -235,13 +238,13 @@ fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> String {
             });
         }
     });
-    let mut tables = tables.into_inner().unwrap_or_default();
+    let mut tables = tables.into_inner().unwrap_or_default().into_iter().collect::<Result<Vec<String>, String>>()?;
     tables.sort();
     let columns = "kernel arch registers stack spill_stores spill_loads";
-    format!("{columns}\n{}nvcc_seconds {:.1}\n", tables.concat(), start.elapsed().as_secs_f64())
+    Ok(format!("{columns}\n{}nvcc_seconds {:.1}\n", tables.concat(), start.elapsed().as_secs_f64()))
 }
 
-fn run_nvcc(nvcc: &Path, unit: &Unit) -> String {
+fn run_nvcc(nvcc: &Path, unit: &Unit) -> Result<String, String> {
     let mut command = Command::new(nvcc);
     for code in GPU_CODE {
         command.args(["-gencode", code]);
@@ -250,16 +253,14 @@ fn run_nvcc(nvcc: &Path, unit: &Unit) -> String {
     // All architectures in parallel. By default fatbins of this size are not compressed.
     command.args(["--threads", "0", "--compress-mode=size"]);
     command.arg("-o").arg(&unit.fatbin).arg(&unit.source);
-    let output = match command.output() {
-        Ok(output) => output,
-        Err(why) => fail(&format!("{} cannot be run: {why}; set TOKENYARD_NVCC, or to none", nvcc.display())),
-    };
+    let refused = |why| format!("{} cannot be run: {why}; set TOKENYARD_NVCC, or to none", nvcc.display());
+    let output = command.output().map_err(refused)?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     if !output.status.success() {
         eprintln!("{command:?}\n{}{text}", String::from_utf8_lossy(&output.stdout));
-        fail(&format!("{} refused {}; its messages are above", nvcc.display(), unit.source.display()));
+        return Err(format!("{} refused {}; its messages are above", nvcc.display(), unit.source.display()));
     }
-    ptxas_table(&text)
+    Ok(ptxas_table(&text))
 }
 
 /// One line per kernel and architecture, from the output of `ptxas -v`.

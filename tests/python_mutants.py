@@ -127,7 +127,7 @@ MUTANTS = [
     ("rows without room an error where nobody waits", HYBRID, "align, rows, drop=True)", "align, rows)", PERMUTED),
     ("counts of dropped rows kept", HYBRID, "            got.counts[: self.local].clamp_(max=torch.tensor(padded, dtype=torch.int32, device=device))\n",
      "", PERMUTED),
-    ("dropped rows not flagged", HYBRID, "torch.full((1,), int(needed > rows)", "torch.full((1,), 0", PERMUTED),
+    ("dropped rows not flagged", HYBRID, "torch.full((1,), int(dropped)", "torch.full((1,), 0", PERMUTED),
     ("a token with more choices not noticed", HYBRID, "(number[:, -1] > choices).any()", "(number[:, -1] > experts).any()", PERMUTED),
     ("probabilities of other ranks' experts added", HYBRID, "torch.where(of_rows >= 0, words.gather(1, place), 0)",
      "words.gather(1, place)", PERMUTED),

@@ -125,11 +125,11 @@ pub struct Output {
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
     /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all.
-    /// Those are the last rows of the output, in the masked layout of each expert. They add nothing to sums.
-    /// `expert_count`, `expert_offset`, `source_ranges` and `total_counts` are of the rows that are there. `row_count`
-    /// and the last of `host_counts` are of all rows that came, so in the contiguous layout more than the capacity if
-    /// some were left out, and in the masked layout more than the sum of `expert_count`. Other ranks may choose
-    /// otherwise. Such calls take general kernels. Not with in-place output.
+    /// Those are the last rows of the output, in the masked layout of each expert. They add nothing to sums. The
+    /// capacity is a multiple of `align`. `expert_count`, `expert_offset`, `source_ranges` and `total_counts` are of
+    /// the rows that are there. `row_count` and the last of `host_counts` are of all rows that came, so in the
+    /// contiguous layout more than the capacity if some were left out, and in the masked layout more than the sum of
+    /// `expert_count`. Other ranks may choose otherwise. Such calls take general kernels. Not with in-place output.
     pub drop_overflow: bool,
     /// int32 `[local experts + 1]` in host memory the device can write: rows of each expert, then rows used. Written by
     /// the end of the call. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
@@ -678,6 +678,22 @@ impl Source<'_> {
 }
 
 impl Output {
+    /// Refuses outputs that cannot leave out rows.
+    fn check_drop(&self) -> Result<()> {
+        match self.layout {
+            Layout::Token { .. } if self.drop_overflow => {
+                let advice = "a row of the token layout is for several experts, so leave it out";
+                Err(Error::argument("drop_overflow", "set", advice))
+            }
+            Layout::Contiguous { align, capacity } if self.drop_overflow && !capacity.is_multiple_of(align) => {
+                let advice =
+                    format!("with drop_overflow give a multiple of align, {align}: segments begin and end there");
+                Err(Error::argument("capacity", capacity, advice))
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
         let optional = [
             &self.scales,
@@ -716,10 +732,7 @@ impl Output {
                 return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
             }
         }
-        if is_token && self.drop_overflow {
-            let advice = "a row of the token layout is for several experts, so leave it out";
-            return Err(Error::argument("drop_overflow", "set", advice));
-        }
+        self.check_drop()?;
         let per_choice = rows.checked_mul(4 * shape.top_k);
         Ok(raw::ty_output {
             expert_count: self.expert_count.ptr(),

@@ -241,7 +241,8 @@ impl AllToAll {
         let mut args = dispatch_args(&call, &kind, lease.raw(), input, out, None);
         self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, &mut args, false))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        Ok(self.handle(&self.sent(lease, kind, tokens, input, None)?, output))
+        let room = tokens.count.room(&kind.shape)?;
+        Ok(self.handle(lease, kind, room, &input, output))
     }
 
     /// Rounds of each call, one launch each; 1 unless `max_tokens_per_rank` exceeds the tokens of a round
@@ -362,7 +363,7 @@ impl AllToAll {
             let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
             self.launch_dispatch(&call, phases, round, &mut args, false)
         })?;
-        Ok(self.handle(sent, output))
+        Ok(self.handle(sent.lease.clone(), sent.kind.clone(), sent.room, &sent.tokens, output))
     }
 
     /// Brings the experts' rows back to the tokens' source ranks and sums them there, in one kernel. All ranks combine
@@ -768,11 +769,18 @@ impl AllToAll {
         output.layout.rows(self.own_kind().shape.local_experts).unwrap_or(0)
     }
 
-    fn handle(&self, sent: &Sent, output: &Output) -> Handle {
+    fn handle(
+        &self,
+        lease: Arc<Lease>,
+        kind: Arc<Kind>,
+        room: usize,
+        input: &raw::ty_tokens,
+        output: &Output,
+    ) -> Handle {
         let (rows, layout, context) = (self.rows(output), output.layout, self.id());
         // A count in device memory has an address.
-        let tokens = (sent.tokens.count_ptr == 0).then_some(sent.tokens.count as usize);
-        Handle { lease: sent.lease.clone(), room: sent.room, tokens, rows, layout, kind: sent.kind.clone(), context }
+        let tokens = (input.count_ptr == 0).then_some(input.count as usize);
+        Handle { lease, room, tokens, rows, layout, kind, context }
     }
 
     /// Launches a call round by round. If the driver refuses a later round, the call is half enqueued for good, which

@@ -134,6 +134,7 @@ impl Pool {
     /// # Errors
     /// `Argument` if the stream captures and no handle is free: a capture cannot allocate. `Device` without memory.
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool, rows: usize) -> Result<Lease> {
+        let rows = self.size.is_compact().then_some(rows);
         let mut slot = if recorded {
             self.lock().take_fitting(rows, |_| true).ok_or_else(none_free)?
         } else {
@@ -153,7 +154,7 @@ impl Pool {
         }
     }
 
-    fn take_eager(&self, queue: &Queue, rows: usize) -> Result<Slot> {
+    fn take_eager(&self, queue: &Queue, rows: Option<usize>) -> Result<Slot> {
         let mut free = self.lock();
         if let Some(slot) = free.take_fitting(rows, |slot| slot.last.is_on(queue)) {
             return Ok(slot);
@@ -235,8 +236,13 @@ impl Pool {
 }
 
 impl Free {
-    /// Of the handles that `may` be taken one with room for `rows` output rows, but for the fewest; else the largest.
-    fn take_fitting(&mut self, rows: usize, may: impl Fn(&Slot) -> bool) -> Option<Slot> {
+    /// Of the handles that `may` be taken one with room for `rows` output rows, but for the fewest; else the largest. None:
+    /// handles are not compact, and all alike.
+    fn take_fitting(&mut self, rows: Option<usize>, may: impl Fn(&Slot) -> bool) -> Option<Slot> {
+        let Some(rows) = rows else {
+            let at = self.slots.iter().rposition(may)?;
+            return Some(self.slots.swap_remove(at));
+        };
         let places = self.slots.iter().enumerate().rev().filter(|(_, slot)| may(slot));
         let key = |has: usize| if has >= rows { (0, has) } else { (1, usize::MAX - has) };
         let (at, _) = places.min_by_key(|(_, slot)| key(slot.rows()))?;

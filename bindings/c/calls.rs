@@ -86,7 +86,8 @@ pub struct tokenyard_output_t {
     /// Contiguous layout: whether the padding rows between segments are zeroed; default no.
     pub zero_padding: tokenyard_choice_t,
     /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all;
-    /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums.
+    /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums. The
+    /// capacity is a multiple of the alignment.
     /// `row_count` and the last of `host_counts` are then of all rows that came, other counts of those that are there.
     pub drop_overflow: tokenyard_choice_t,
     /// Order and capacity of the rows.

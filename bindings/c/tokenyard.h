@@ -535,7 +535,8 @@ typedef struct {
   /// Contiguous layout: whether the padding rows between segments are zeroed; default no.
   tokenyard_choice_t zero_padding;
   /// Contiguous and masked layouts: whether rows without room are left out, in place of an error with no rows at all;
-  /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums.
+  /// default no. Those are the last rows, in the masked layout of each expert, and they add nothing to sums. The
+  /// capacity is a multiple of the alignment.
   /// `row_count` and the last of `host_counts` are then of all rows that came, other counts of those that are there.
   tokenyard_choice_t drop_overflow;
   /// Order and capacity of the rows.

@@ -148,9 +148,9 @@ impl LastUse {
         Ok(())
     }
 
-    /// Whether work on `queue` comes after the last use by itself.
+    /// Whether work on `queue` comes after the last use by itself. The caller holds its context's lock.
     pub fn is_on(&self, queue: &Queue) -> bool {
-        self.lock().as_ref().is_none_or(|last| last.same(queue))
+        [0, queue.raw().wrapping_add(1)].contains(&self.number.load(Ordering::Relaxed))
     }
 
     /// Whether another queue can wait for it now.

@@ -122,6 +122,23 @@ static void again(struct memory *m) {
   free(first);
 }
 
+/* An output that takes the rows for which it has room. */
+static void drops(struct memory *m) {
+  tokenyard_tokens_t tokens = tokens_in(m);
+  tokenyard_output_t output = output_in(m, 1);
+  int rows = 0, local = 0, came, i;
+  OK(tokenyard_dispatch(context, stream, &tokens, &output, handle));
+  wait_for_calls();
+  came = m->row_count;
+  output.layout.capacity = 2;
+  output.drop_overflow = TOKENYARD_YES;
+  OK(tokenyard_dispatch(context, stream, &tokens, &output, handle));
+  wait_for_calls();
+  for (i = 0; i < EXPERTS; i++)
+    if (owner(i, ranks) == rank) rows += m->expert_count[local++];
+  CHECK(came > 2 && m->row_count == came && rows == 2);
+}
+
 /* Two graphs with one handle, since experts run on the host; replayed twice. */
 static void graphs(struct memory *m) {
   tokenyard_tokens_t tokens = tokens_in(m);
@@ -184,10 +201,11 @@ static void layer(struct memory *m) {
   fused(m);
   halves(m);
   counts_first(m);
+  drops(m);
   again(m);
   graphs(m);
   OK(tokenyard_context_info(context, &info));
-  CHECK(info.dispatches == 6 && info.combines == 4 && info.errors == 0 && info.rounds == 1 && info.sms == 2);
+  CHECK(info.dispatches == 8 && info.combines == 4 && info.errors == 0 && info.rounds == 1 && info.sms == 2);
   OK(tokenyard_context_local_experts(context, locals, EXPERTS, &count));
   CHECK(count == info.local_experts);
   for (i = 0; i < count; i++) CHECK(owner((int)locals[i], ranks) == rank);

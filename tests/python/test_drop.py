@@ -97,7 +97,7 @@ def check_rows(case, rank, got, x, words):
     assert int(on_host(got.also["row_count"])[0]) == came
 
 
-CASES = [("contiguous", 1, [5, 0, 1]), ("contiguous", 4, [4, 8, 0]), ("contiguous", 4, [6, 3, 1000]),
+CASES = [("contiguous", 1, [5, 0, 1]), ("contiguous", 4, [4, 8, 0]), ("contiguous", 4, [8, 4, 1000]),
          ("masked", 1, [2, 0, 1]), ("masked", 1, [1000, 1, 0])]
 
 
@@ -172,6 +172,35 @@ def test_halves_leave_rows_out_too(counts):
     in_threads(DEVICE, 2, rank)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: graphs of torch")
+def test_replays_of_a_graph_leave_out_what_each_lacks_room_for():
+    case = Short("contiguous", 1, [3], ranks=1, experts=4, top_k=2, tokens=8, seed=8)
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits | PLACE)
+        x, ids, weights = (torch.tensor(value[0], device=DEVICE) for value in (case.x, case.ids, case.weights))
+        named = dict(capacity=case.capacity(0), drop_overflow=True, also=("row_count",))
+
+        def step():
+            got = ep.dispatch(x, ids, weights, **named)
+            return got, ep.combine(got.rows, got.handle)
+
+        step()
+        settle(DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            got, out = step()
+        for shown in (8, 2, 5):
+            ids[:] = torch.where(torch.arange(8, device=DEVICE)[:, None] < shown, torch.tensor(case.ids[0], device=DEVICE), -1)
+            graph.replay()
+            came = int((on_host(ids) >= 0).sum())
+            assert int(on_host(got.also["row_count"])[0]) == came
+            assert int(on_host(got.counts).sum()) == min(came, case.capacity(0))
+            ep.check()
+
+    in_threads(DEVICE, 1, rank)
+
+
 def test_without_it_an_output_that_is_too_small_is_an_error():
     case = Short("contiguous", 1, [1], ranks=1, experts=4, top_k=2, tokens=8, seed=7)
 
@@ -185,8 +214,12 @@ def test_without_it_an_output_that_is_too_small_is_an_error():
         got = ep.dispatch(x, ids, weights, capacity=case.capacity(0), drop_overflow=True)
         settle(DEVICE)
         assert int(on_host(got.counts).sum()) == case.capacity(0)
-        with pytest.raises(ValueError, match="drop_overflow"):
-            ep.dispatch(x, ids, weights, layout="token", drop_overflow=True)
+        for refused in (dict(layout="token"), dict(exact=True), dict(align=4, capacity=6)):
+            with pytest.raises(ValueError, match="drop_overflow"):
+                ep.dispatch(x, ids, weights, drop_overflow=True, **refused)
+        got = ep.dispatch(x, ids, weights, align=3, drop_overflow=True)
+        settle(DEVICE)
+        assert int(on_host(got.counts).sum()) == int((case.ids[0] >= 0).sum())
         ep.check()
 
     in_threads(DEVICE, 1, rank)

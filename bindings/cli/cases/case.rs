@@ -345,7 +345,9 @@ impl Case {
 
     /// Rows of the output of every rank (masked: of each expert's): the given number, or the worst case.
     pub fn capacity(&self) -> usize {
-        self.capacity.unwrap_or_else(|| self.worst_case())
+        let worst_case =
+            || if self.drop_overflow { self.worst_case().next_multiple_of(self.align) } else { self.worst_case() };
+        self.capacity.unwrap_or_else(worst_case)
     }
 
     fn worst_case(&self) -> usize {
@@ -602,6 +604,10 @@ impl Case {
         if self.align == 0 || (self.layout != LayoutWord::Contiguous && self.align != 1) {
             let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
             return refuse("--align", self.align.to_string(), advice);
+        }
+        if self.drop_overflow && self.layout == LayoutWord::Contiguous && !self.capacity().is_multiple_of(self.align) {
+            let advice = format!("with drop_overflow give a multiple of {}, the alignment", self.align);
+            return refuse("--capacity", self.capacity().to_string(), advice);
         }
         if let Some(why) = self.why_not_in_place().filter(|_| self.in_place) {
             return refuse("--in-place", "given".to_string(), format!("{why}; leave it out"));

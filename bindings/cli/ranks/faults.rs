@@ -9,7 +9,7 @@ use tokenyard::{Error, Rank};
 
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::{Counter, Use};
-use crate::cli::cases::words::{FaultWord, Mode};
+use crate::cli::cases::words::{FaultWord, LayoutWord, Mode};
 use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, dropped_rows, expected_dispatch};
 
 /// The planned fault of one iteration, if any.
@@ -231,6 +231,8 @@ fn shrink(
         if needed > 0 {
             // Mostly one row too few.
             let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
+            let aligned = spec.drop_overflow && case.layout == LayoutWord::Contiguous;
+            let given = if aligned { given - given % case.align } else { given };
             let small = Spec { layout: case.reference_layout(given), ..spec.clone() };
             let faults = if spec.drop_overflow {
                 Faults { dropped: dropped_rows(&small, sources, &missing, rank), ..Faults::default() }

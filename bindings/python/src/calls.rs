@@ -336,7 +336,8 @@ pub(super) fn tokens(call: &Call<'_>, given: &Given) -> PyResult<(tokenyard::Tok
 /// `token_weights` fp32 `[rows, top_k]`, `row_count` int32 `[1]`, `scales` of 4-byte words `[rows, words]`, or with
 /// `column_major` `[words, rows rounded up to 4]`, `payload` fp32 `[rows, words]`, `source_ranges` int64
 /// `[local experts, ranks]`, and, added to, `total_counts` int32 `[local experts]` and `wait_times` int64 `[ranks]`.
-/// `drop_overflow`: rows without room are left out, in place of an error; `row_count` is then of all rows that came.
+/// `drop_overflow`: rows without room are left out, in place of an error; `row_count` is then of all rows that came. Not in
+/// the token layout; the capacity is a multiple of `align`.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Output {
     layout: Layout,
@@ -396,7 +397,16 @@ impl Output {
         ];
         let others = given.into_iter().filter_map(|(name, value)| value.map(|value| Ok((name, array(name, value)?))));
         let output = Output::of_arrays(layout, align, rows, counts, scales, others.collect::<PyResult<_>>()?)?;
-        Ok(Output { column_major, zero_padding, drop_overflow, ..output })
+        match output.layout {
+            Layout::Token { .. } if drop_overflow => Err(PyValueError::new_err(
+                "drop_overflow is set: a row of the token layout is for several experts, so leave it out",
+            )),
+            Layout::Contiguous { align, capacity } if drop_overflow && capacity % align != 0 => {
+                let advice = format!("with drop_overflow give a multiple of align, {align}");
+                Err(PyValueError::new_err(format!("rows has room for {capacity}: {advice}")))
+            }
+            _ => Ok(Output { column_major, zero_padding, drop_overflow, ..output }),
+        }
     }
 }
 

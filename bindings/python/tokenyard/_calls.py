@@ -261,8 +261,8 @@ class AllToAll:
         `[1]`: rows used) and "source_ranges" (int64 `[local experts, ranks]`: where the rows of a rank begin among the
         expert's, times 2^32, plus how many they are). `column_major`: a row's scales lie as far apart as there are rows,
         rounded up to 4, as DeepGEMM takes them; in the same shape. `drop_overflow`, not in the token layout: the last rows,
-        in the masked layout of each expert, are left out if there is no room for them, in place of `CapacityError`.
-        "row_count" is then of all rows that came, counts and offsets of those that are there.
+        in the masked layout of each expert, are left out if there is no room for them, in place of `CapacityError`;
+        `capacity` is then a multiple of `align`. "row_count" is then of all rows that came, counts and offsets of those that are there.
         """
         format = format or self._format
         experts = len(self._experts)
@@ -272,6 +272,8 @@ class AllToAll:
             raise TypeError(f"format is a {type(format).__name__}: give a tokenyard.Format")
         if capacity is None:
             capacity = self.capacity(layout, align, format)
+            if drop_overflow:
+                capacity = -(-capacity // align) * align
         _must_be_number("capacity", capacity)
         _must_be_number("payload_words", payload_words)
         make = _maker(like)
@@ -324,6 +326,8 @@ class AllToAll:
         `exact`: the host waits for the counts, and outputs have exactly as many rows as come (and the masked layout as
         many as the fullest expert has). Not while a graph is captured.
         """
+        if exact and drop_overflow:
+            raise ValueError("drop_overflow is set with exact: such outputs have room for all rows, so leave one of both out")
         if exact:
             given = dict(scales=scales, count=count, payload=payload, format=format)
             return self._dispatch_exact(x, topk_idx, topk_weights, given, stream, layout, align, also)

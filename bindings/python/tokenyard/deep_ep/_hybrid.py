@@ -411,12 +411,14 @@ class _Call:
         rows = needed if rows is None else rows
         got, kept = done.made, self.kept(done.ep, done.handle, max(needed, rows))
         device = self.given.x.device
+        starts = [sum(padded[:expert]) for expert in range(self.local)]
+        dropped = any(start + count > rows for start, count in zip(starts, done.experts) if count)
         if needed > rows:
             # What is past the rows is dropped, and experts have what is left.
             ends = [min(sum(padded[: expert + 1]), rows) for expert in range(self.local)]
             padded = [end - begin for begin, end in zip([0, *ends], ends)]
             got.counts[: self.local].clamp_(max=torch.tensor(padded, dtype=torch.int32, device=device))
-        flag = torch.full((1,), int(needed > rows), dtype=torch.int32, device=device)
+        flag = torch.full((1,), int(dropped), dtype=torch.int32, device=device)
         routed = _Routed(
             self.buffer._dispatches, kept, self.experts, choices, got.also["row_expert"], rows,
             torch.tensor(padded, dtype=torch.int64, device="cpu"), True,
