@@ -219,8 +219,8 @@ impl Unit {
     }
 }
 
-/// Runs nvcc on all units, on as many at once as cargo has jobs, and waits for all. Returns the table of kernels, and the
-/// seconds; or why one is not built.
+/// Runs nvcc on all units, on as many at once as cargo has jobs, and waits for all. Returns the table of kernels, and
+/// the seconds; or why one is not built.
 fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> Result<String, String> {
     let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
     let start = Instant::now();

@@ -236,8 +236,8 @@ impl Pool {
 }
 
 impl Free {
-    /// Of the handles that `may` be taken one with room for `rows` output rows, but for the fewest; else the largest. None:
-    /// handles are not compact, and all alike.
+    /// Of the handles that `may` be taken one with room for `rows` output rows, but for the fewest; else the largest.
+    /// None: handles are not compact, and all alike.
     fn take_fitting(&mut self, rows: Option<usize>, may: impl Fn(&Slot) -> bool) -> Option<Slot> {
         let Some(rows) = rows else {
             let at = self.slots.iter().rposition(may)?;

@@ -96,6 +96,8 @@ static void structs_of_other_sizes_and_places(struct memory *m) {
 
 static void values_that_are_none(struct memory *m) {
   tokenyard_tokens_t tokens = tokens_in(m);
+  tokenyard_rows_t rows = rows_in(m);
+  tokenyard_combined_t combined = combined_in(m);
   tokenyard_output_t output = output_in(m, 1);
   tokenyard_config_t config = config_of(device);
   tokenyard_context_t *other;
@@ -117,8 +119,10 @@ static void values_that_are_none(struct memory *m) {
   output.expert_offset = output.expert_count;
   REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "expert_offset");
   output = output_in(m, 1);
-  output.reserved = 1;
-  REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument reserved is 1");
+  output.drop_overflow = 9;
+  REFUSED(tokenyard_dispatch(context, stream, &tokens, &output, handle), invalid, "argument drop_overflow is 9");
+  combined.reserved = 1;
+  REFUSED(tokenyard_combine(context, stream, handle, &rows, &combined), invalid, "argument reserved is 1");
   config.format = 99;
   REFUSED(tokenyard_context_create(world, &config, &other), invalid, "argument format is 99");
   CHECK(other == NULL);

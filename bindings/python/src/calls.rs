@@ -336,8 +336,8 @@ pub(super) fn tokens(call: &Call<'_>, given: &Given) -> PyResult<(tokenyard::Tok
 /// `token_weights` fp32 `[rows, top_k]`, `row_count` int32 `[1]`, `scales` of 4-byte words `[rows, words]`, or with
 /// `column_major` `[words, rows rounded up to 4]`, `payload` fp32 `[rows, words]`, `source_ranges` int64
 /// `[local experts, ranks]`, and, added to, `total_counts` int32 `[local experts]` and `wait_times` int64 `[ranks]`.
-/// `drop_overflow`: rows without room are left out, in place of an error; `row_count` is then of all rows that came. Not in
-/// the token layout; the capacity is a multiple of `align`.
+/// `drop_overflow`: rows without room are left out, in place of an error; `row_count` is then of all rows that came.
+/// Not in the token layout; the capacity is a multiple of `align`.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Output {
     layout: Layout,

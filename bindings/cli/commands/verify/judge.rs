@@ -157,9 +157,9 @@ fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
     }
 }
 
-/// Whether the error is the configuration error that names this field.
+/// Whether the error is a refusal that names this field.
 fn names(error: &Error, field: &str) -> bool {
-    matches!(error, Error::Config { name, .. } if *name == field)
+    matches!(error, Error::Config { name, .. } | Error::Argument { name, .. } if *name == field)
 }
 
 #[cfg(test)]
