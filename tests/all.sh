@@ -123,12 +123,11 @@ format() {
 lint() {
   say "lints"
   local -x TOKENYARD_LINT=1
-  cargo clippy --all-targets --features c -- -D warnings
+  cargo clippy --workspace --all-targets --features tokenyard/c -- -D warnings
   # Without GPUs the library and the program differ, tests do not.
   cargo clippy --no-default-features --features cli --lib --bins -- -D warnings
   # The library alone.
   cargo clippy --no-default-features --lib -- -D warnings
-  cargo clippy -p tokenyard-python -- -D warnings
   local tree
   tree=$(cargo tree -e normal --no-default-features --prefix none)
   if grep -E '^(clap|serde|env_logger)' <<<"$tree"; then
@@ -227,11 +226,11 @@ doubles() {
   "$folder/ibverbs_rules" "${libraries[@]}"
 }
 
-# Installs packages into an environment of Python, which it makes.
+# Installs packages into an environment of Python, which it makes. Files are compiled as they are imported, as few are.
 from_pypi() {
   local environment=$1
   [ -x "$environment/bin/pip" ] || python3 -m venv "$environment"
-  "$environment/bin/pip" install -q --disable-pip-version-check "${@:2}"
+  "$environment/bin/pip" install -q --no-compile --disable-pip-version-check "${@:2}"
 }
 
 # The files of an engine's wheel but its libraries, without what it depends on, into target/engines/NAME. Wheels for
