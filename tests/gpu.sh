@@ -374,9 +374,9 @@ section_python() {
   check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"
   if sanitizer=$(PATH="$PATH:/usr/local/cuda/bin" command -v compute-sanitizer); then
     # Each tensor is an allocation of its own, so that stores beside it are found. Kernels of torch load when used.
-    check memcheck env PYTHONPATH="$site" CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck \
+    check memcheck env PYTHONPATH="$site" TOKENYARD_TEST_DEVICE=cuda CUDA_MODULE_LOADING=LAZY PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck \
       --error-exitcode 9 --kernel-name kernel_substring=ty_ python3 -m pytest -q -p no:cacheprovider --rootdir "$root" \
-      -k "test_sanitized and cuda" "$root/tests/python/test_gpu.py"
+      -k "test_sanitized and (cuda or drop)" "$root/tests/python/test_gpu.py" "$root/tests/python/test_drop.py"
   else
     note memcheck skipped "needs compute-sanitizer, of the CUDA toolkit"
   fi

@@ -9,7 +9,7 @@ use crate::base::cuda::{self as driver, Current, PrimaryContext, check, failure}
 use crate::base::{Error, Result};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute, CUresult};
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// Bytes of the pinned buffer through which set-up copies go: large enough to hide its waits.
@@ -307,15 +307,19 @@ impl Kernels {
     /// # Safety
     /// As `load`.
     unsafe fn load_all(&mut self, images: &[*const c_void], shared_bytes: c_int) -> Result<()> {
+        let mut found = HashMap::new();
         for image in images {
             let mut module: sys::CUmodule = std::ptr::null_mut();
             // SAFETY: passed on to the caller.
             check(unsafe { sys::cuModuleLoadData(&mut module, *image) }, "loading the kernels")?;
             self.modules.push(module);
+            // SAFETY: it was loaded above.
+            found.extend(unsafe { functions_of(module)? });
         }
         for name in crate::kernels::kernel_names() {
-            // SAFETY: the modules were loaded above.
-            let kernel = unsafe { load_kernel(find_kernel(&self.modules, name)?, name, shared_bytes)? };
+            let function = found.get(name).ok_or_else(|| unknown_kernel(name))?;
+            // SAFETY: of a module that was loaded above.
+            let kernel = unsafe { load_kernel(*function, name, shared_bytes)? };
             self.by_name.insert(name, kernel);
         }
         Ok(())
@@ -331,21 +335,26 @@ impl Kernels {
     }
 }
 
-/// The function of a kernel, from the module that has it.
+/// The kernels of a module by name. Asking a module for one that another has would be an error of the driver, which
+/// compute-sanitizer reports.
 ///
 /// # Safety
-/// `modules` are loaded and their context current.
-unsafe fn find_kernel(modules: &[sys::CUmodule], name: &str) -> Result<sys::CUfunction> {
-    let c_name = CString::new(name).map_err(|_| unknown_kernel(name))?;
-    for module in modules {
-        let mut function: sys::CUfunction = std::ptr::null_mut();
-        // SAFETY: the module is loaded; the name is a C string.
-        match unsafe { sys::cuModuleGetFunction(&mut function, *module, c_name.as_ptr()) } {
-            CUresult::CUDA_ERROR_NOT_FOUND => {}
-            code => return check(code, &format!("finding kernel {name}")).map(|()| function),
-        }
-    }
-    Err(unknown_kernel(name))
+/// `module` is loaded and its context current.
+unsafe fn functions_of(module: sys::CUmodule) -> Result<Vec<(String, sys::CUfunction)>> {
+    let mut count = 0;
+    // SAFETY: passed on to the caller; `count` outlives the call.
+    check(unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }, "counting the kernels")?;
+    let mut functions: Vec<sys::CUfunction> = vec![std::ptr::null_mut(); count as usize];
+    // SAFETY: as above; there is room for so many.
+    check(unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }, "listing the kernels")?;
+    let named = |function: sys::CUfunction| {
+        let mut name: *const c_char = std::ptr::null();
+        // SAFETY: of the loaded module; `name` outlives the call.
+        check(unsafe { sys::cuFuncGetName(&mut name, function) }, "asking a kernel's name")?;
+        // SAFETY: a C string, which lasts as long as the module.
+        Ok((unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned(), function))
+    };
+    functions.into_iter().map(named).collect()
 }
 
 /// # Safety

@@ -104,11 +104,20 @@ CASES = [("contiguous", 1, [5, 0, 1]), ("contiguous", 4, [4, 8, 0]), ("contiguou
 @pytest.mark.parametrize("layout, align, lack", CASES)
 def test_the_last_rows_are_left_out_and_nothing_else(layout, align, lack):
     """Other ranks, whose outputs have room or lack other rows, notice nothing but what their sums lack."""
-    case = Short(layout, align, lack, ranks=3, experts=7, top_k=3, tokens=9, seed=5)
+    there_and_back(Short(layout, align, lack, ranks=3, experts=7, top_k=3, tokens=9, seed=5))
+
+
+@pytest.mark.parametrize("layout, align, lack", [("contiguous", 4, [8]), ("masked", 1, [2])])
+def test_sanitized(layout, align, lack):
+    """For compute-sanitizer: by a rank that is alone."""
+    there_and_back(Short(layout, align, lack, ranks=1, experts=3, top_k=2, tokens=8, seed=5))
+
+
+def there_and_back(case):
     draw = np.random.default_rng(9)
     words = [draw.random((n, WORDS), dtype=np.float32) for n in case.count]
     new = [draw.standard_normal(x.shape).astype(np.float32) for x in case.x]
-    assert any(len(rows) < len(case.tokens_of(e)) for r in range(3) for e, rows, _ in case.kept(r))
+    assert any(len(rows) < len(case.tokens_of(e)) for r in range(case.ranks) for e, rows, _ in case.kept(r))
 
     def rank(world):
         r = world.rank
@@ -118,8 +127,8 @@ def test_the_last_rows_are_left_out_and_nothing_else(layout, align, lack):
         )
         for _ in range(3):
             got = ep.dispatch(
-                x, ids, weights, payload=beside, layout=layout, align=align, capacity=case.capacity(r), drop_overflow=True,
-                also=("source", "row_expert", "row_count", "source_ranges"),
+                x, ids, weights, payload=beside, layout=case.layout, align=case.align, capacity=case.capacity(r),
+                drop_overflow=True, also=("source", "row_expert", "row_count", "source_ranges"),
             )
             check_rows(case, r, got, case.x, words)
             rows = torch.full_like(got.rows, float("nan"))
@@ -143,7 +152,7 @@ def test_the_last_rows_are_left_out_and_nothing_else(layout, align, lack):
                 assert (flat == -1.0).all(axis=1).sum() == len(flat) - used
         ep.check()
 
-    in_threads(DEVICE, 3, rank)
+    in_threads(DEVICE, case.ranks, rank)
 
 
 @pytest.mark.parametrize("counts", [False, True])

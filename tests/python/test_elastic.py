@@ -388,6 +388,42 @@ def test_most_tokens_by_the_call(expand):
     in_world(work)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: graphs of torch")
+@pytest.mark.parametrize("expand", [False, True])
+def test_replays_of_a_graph_over_other_tokens(expand):
+    """Without a wait for counts a capture may have the calls. Experts return what they get."""
+    case = Case(ranks=1, seed=31, top_k=LOCAL)
+    x, _ = case.rows("fp32")[0]
+
+    def work(world):
+        buffer = ElasticBuffer(world, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
+        rows, ids, weights = here(x), here(case.ids[0]), here(case.weights[0])
+
+        def step():
+            got, _, _, handle, _ = buffer.dispatch(
+                rows, ids, weights, num_experts=case.experts, do_expand=expand, do_zero_padding=expand, do_cpu_sync=False
+            )
+            return got, buffer.combine(got, handle)[0]
+
+        step()
+        settle(DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            _, out = step()
+        for turn in range(3):
+            new_ids = np.where(np.random.default_rng(turn).random(case.ids[0].shape) < 0.3, -1, case.ids[0])
+            new_rows = torch.roll(x, turn, 0) + turn
+            settle(DEVICE)
+            rows.copy_(new_rows)
+            ids.copy_(torch.from_numpy(new_ids))
+            graph.replay()
+            settle(DEVICE)
+            times = torch.from_numpy((new_ids >= 0).sum(1) if expand else (new_ids >= 0).any(1)).float()[:, None]
+            same(out, torch.where(times > 0, new_rows * times, 0))
+
+    in_threads(DEVICE, 1, work)
+
+
 def test_sums_are_fp32_in_the_order_of_ranks():
     """Partial rows that rounding would change: one rounding, at the end, whatever biases come first."""
     ranks = 4
