@@ -410,9 +410,9 @@ def test_replays_of_a_graph_over_other_tokens(expand):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             _, out = step()
-        for turn in range(3):
-            new_ids = np.where(np.random.default_rng(turn).random(case.ids[0].shape) < 0.3, -1, case.ids[0])
-            new_rows = torch.roll(x, turn, 0) + turn
+        for shift in range(3):
+            new_ids = np.where(np.random.default_rng(shift).random(case.ids[0].shape) < 0.3, -1, case.ids[0])
+            new_rows = torch.roll(x, shift, 0) + shift
             settle(DEVICE)
             rows.copy_(new_rows)
             ids.copy_(torch.from_numpy(new_ids))
