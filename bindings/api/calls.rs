@@ -678,22 +678,6 @@ impl Source<'_> {
 }
 
 impl Output {
-    /// Refuses outputs that cannot leave out rows.
-    fn check_drop(&self) -> Result<()> {
-        match self.layout {
-            Layout::Token { .. } if self.drop_overflow => {
-                let advice = "a row of the token layout is for several experts, so leave it out";
-                Err(Error::argument("drop_overflow", "set", advice))
-            }
-            Layout::Contiguous { align, capacity } if self.drop_overflow && !capacity.is_multiple_of(align) => {
-                let advice =
-                    format!("with drop_overflow give a multiple of align, {align}: segments begin and end there");
-                Err(Error::argument("capacity", capacity, advice))
-            }
-            _ => Ok(()),
-        }
-    }
-
     pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
         let optional = [
             &self.scales,
@@ -732,7 +716,9 @@ impl Output {
                 return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
             }
         }
-        self.check_drop()?;
+        if self.drop_overflow {
+            self.layout.check_drops()?;
+        }
         let per_choice = rows.checked_mul(4 * shape.top_k);
         Ok(raw::ty_output {
             expert_count: self.expert_count.ptr(),

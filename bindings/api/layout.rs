@@ -1,5 +1,6 @@
 //! Orders of received rows and of their scales.
 
+use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 
 /// Where received rows go.
@@ -40,6 +41,25 @@ impl Layout {
             Layout::Contiguous { .. } => raw::TY_LAYOUT_CONTIGUOUS,
             Layout::Masked { .. } => raw::TY_LAYOUT_MASKED,
             Layout::Token { .. } => raw::TY_LAYOUT_TOKEN,
+        }
+    }
+
+    /// Whether rows without room can be left out ([`Output::drop_overflow`](super::Output::drop_overflow)).
+    ///
+    /// # Errors
+    /// `Argument` for the token layout, and for a capacity that is no multiple of `align`.
+    pub fn check_drops(self) -> Result<()> {
+        match self {
+            Layout::Token { .. } => {
+                let advice = "a row of the token layout is for several experts, so leave it out";
+                Err(Error::argument("drop_overflow", "set", advice))
+            }
+            Layout::Contiguous { align, capacity } if !capacity.is_multiple_of(align) => {
+                let advice =
+                    format!("with drop_overflow give a multiple of align, {align}: segments begin and end there");
+                Err(Error::argument("capacity", capacity, advice))
+            }
+            _ => Ok(()),
         }
     }
 

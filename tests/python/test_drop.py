@@ -226,6 +226,8 @@ def test_without_it_an_output_that_is_too_small_is_an_error():
         for refused in (dict(layout="token"), dict(exact=True), dict(align=4, capacity=6)):
             with pytest.raises(ValueError, match="drop_overflow"):
                 ep.dispatch(x, ids, weights, drop_overflow=True, **refused)
+        with pytest.raises(ValueError, match="multiple of align, 0"):
+            tokenyard.Output("contiguous", got.rows, got.counts, align=0, drop_overflow=True)
         got = ep.dispatch(x, ids, weights, align=3, drop_overflow=True)
         settle(DEVICE)
         assert int(on_host(got.counts).sum()) == int((case.ids[0] >= 0).sum())

@@ -397,16 +397,10 @@ impl Output {
         ];
         let others = given.into_iter().filter_map(|(name, value)| value.map(|value| Ok((name, array(name, value)?))));
         let output = Output::of_arrays(layout, align, rows, counts, scales, others.collect::<PyResult<_>>()?)?;
-        match output.layout {
-            Layout::Token { .. } if drop_overflow => Err(PyValueError::new_err(
-                "drop_overflow is set: a row of the token layout is for several experts, so leave it out",
-            )),
-            Layout::Contiguous { align, capacity } if drop_overflow && capacity % align != 0 => {
-                let advice = format!("with drop_overflow give a multiple of align, {align}");
-                Err(PyValueError::new_err(format!("rows has room for {capacity}: {advice}")))
-            }
-            _ => Ok(Output { column_major, zero_padding, drop_overflow, ..output }),
+        if drop_overflow {
+            output.layout.check_drops().map_err(|refused| PyValueError::new_err(refused.to_string()))?;
         }
+        Ok(Output { column_major, zero_padding, drop_overflow, ..output })
     }
 }
 

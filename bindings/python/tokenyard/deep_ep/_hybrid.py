@@ -8,6 +8,7 @@ the host waits for nothing but counts.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -411,12 +412,12 @@ class _Call:
         rows = needed if rows is None else rows
         got, kept = done.made, self.kept(done.ep, done.handle, max(needed, rows))
         device = self.given.x.device
-        starts = [sum(padded[:expert]) for expert in range(self.local)]
+        ends = list(itertools.accumulate(padded))
+        starts = [0, *ends[:-1]]
         dropped = any(start + count > rows for start, count in zip(starts, done.experts) if count)
         if needed > rows:
             # What is past the rows is dropped, and experts have what is left.
-            ends = [min(sum(padded[: expert + 1]), rows) for expert in range(self.local)]
-            padded = [end - begin for begin, end in zip([0, *ends], ends)]
+            padded = [min(end, rows) - min(start, rows) for start, end in zip(starts, ends)]
             got.counts[: self.local].clamp_(max=torch.tensor(padded, dtype=torch.int32, device=device))
         flag = torch.full((1,), int(dropped), dtype=torch.int32, device=device)
         routed = _Routed(
