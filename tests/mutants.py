@@ -39,6 +39,7 @@ COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "p
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "bindings/api/pick.rs"
 SERVICE, CARDS, PEERS = "proxy/service.rs", "proxy/cards.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
+FDS = "transport/world/fds.rs"
 SCHEDULER, SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.cpp", "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
 LOGGING = "bindings/cli/logging.rs"
@@ -341,6 +342,9 @@ MUTANTS = [
     ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
     ("callers wait for a driver that was dropped", DRIVER, "self.shared.end();\n    }\n}\n\n/// Gives one doorbell",
      "}\n}\n\n/// Gives one doorbell"),
+    ("an unanswered descriptor taken for delivered", FDS, "Ok(_) | Err(_) => self.sent = None,", "Ok(_) | Err(_) => return Ok(true),"),
+    ("a descriptor that was cut off acknowledged", FDS, "if slot.is_none() && passed.is_none() {", "if false {"),
+    ("a peer whose exchange is over sent to again", FDS, "Err(Errno::ECONNREFUSED) if self.tried =>", "Err(Errno::ECONNREFUSED) if false =>"),
     ("addresses contain regions that are gone", REGIONS, "|(_, length)| **length > 0", "|_| true"),
     ("time counted while the process was stopped", SCHEDULE, "if (gap_ns > step_ns_)", "if (gap_ns > ~0ull - step_ns_)"),
     ("guard pages not counted down", STACKS, "if (chunk.guarded) guards -= chunk.stacks;", ""),
@@ -444,6 +448,7 @@ MUTANTS = [
     ("an arena longer than files may be", HOST, "filter(|longest| *longest < bytes as u64)", "filter(|_| false)"),
     ("another rank's proxy taken", SERVICE, "if (*rank, *others) == (own, ranks) {", "if *others > 0 || *rank == own {"),
     ("texts of others quoted raw", QUOTE, '_ => write!(line, "{}", c.escape_debug()),', '_ => write!(line, "{c}"),'),
+    ("no look after a deadline", WAIT, "        let now = Instant::now();\n        if let Some(value) = ready() {\n            return Waited::Ready(value);\n        }\n", "        if let Some(value) = ready() {\n            return Waited::Ready(value);\n        }\n        let now = Instant::now();\n"),
     ("an interrupt not looked at", WAIT, "if due(now) {", "if false && due(now) {"),
     ("a fiber interrupted for another", WAIT, "uninterrupted(|| yield_fiber(site, polls))", "yield_fiber(site, polls)"),
     ("destructors are interrupted", INTERRUPT,

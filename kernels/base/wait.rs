@@ -92,10 +92,11 @@ fn poll_until<T>(
     let start = Instant::now();
     let mut polls = 0u32;
     loop {
+        // The clock is read before the look, so a process that was stopped for long looks once more.
+        let now = Instant::now();
         if let Some(value) = ready() {
             return Waited::Ready(value);
         }
-        let now = Instant::now();
         if now.duration_since(start) >= timeout {
             return Waited::TimedOut;
         }
@@ -130,6 +131,17 @@ mod tests {
             assert_eq!(memory, Some(()));
             assert_eq!(uninterrupted(|| poll_unless("a", Duration::from_millis(2), "b", never)), Ok(None));
         });
+    }
+
+    #[test]
+    fn a_deadline_that_passed_during_a_look_followed_by_one_more() {
+        let mut looks = 0;
+        let found = poll("stopped", Duration::from_millis(5), || {
+            looks += 1;
+            std::thread::sleep(Duration::from_millis(10));
+            (looks == 2).then_some(())
+        });
+        assert_eq!(found, Some(()));
     }
 
     #[test]

@@ -6,11 +6,12 @@
 //!
 //! Each rank listens on a Unix socket with an abstract name, so nothing is left in a file system. Name and
 //! a random key go to the members over the world's own collective. A sender sends the receiver's key and its
-//! own rank with the descriptor, and both ends check that the other runs as the same user.
+//! own rank with the descriptor, and both ends check that the other runs as the same user. The receiver answers
+//! with one byte. A sender whose connection ends without that byte sends again.
 //!
 //! ```text
-//!   all_gather(name, key) -> connect to each peer, send [its key, my rank] + fd -> all_gather(outcome)
-//!                            accept from each peer
+//!   all_gather(name, key) -> connect to each peer, send [its key, my rank] + fd, receive 1 byte -> all_gather(outcome)
+//!                            accept from each peer, receive, send 1 byte
 //! ```
 
 use std::collections::BTreeMap;
@@ -24,7 +25,7 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind, connect, getsockopt,
-    listen, sendmsg, socket, sockopt,
+    listen, recv, send, sendmsg, socket, sockopt,
 };
 
 use super::World;
@@ -208,19 +209,57 @@ fn decode_offer(offer: &[u8]) -> Option<(Key, &str, &str)> {
     Some((*key, name, host))
 }
 
+/// A descriptor that a peer has not acknowledged.
+struct Unsent {
+    key: Key,
+    addr: UnixAddr,
+    /// The connection over which it was sent last, until its answer is read.
+    sent: Option<OwnedFd>,
+    /// Whether it was ever sent.
+    tried: bool,
+}
+
+impl Unsent {
+    fn new(key: Key, addr: UnixAddr) -> Unsent {
+        Unsent { key, addr, sent: None, tried: false }
+    }
+
+    /// Sends if no connection waits for its answer; whether the peer has the descriptor.
+    fn advance(&mut self, rank: Rank, own: BorrowedFd<'_>) -> nix::Result<bool> {
+        if self.sent.is_none() {
+            match send_to(&self.addr, &self.key, rank, own) {
+                Ok(connection) => (self.sent, self.tried) = (Some(connection), true),
+                // The peer's exchange is over; the closing collective tells how it ended.
+                Err(Errno::ECONNREFUSED) if self.tried => return Ok(true),
+                Err(errno) => return Err(errno),
+            }
+        }
+        let answer = self.sent.as_ref().map_or(Ok(0), |fd| recv(fd.as_raw_fd(), &mut [0], MsgFlags::empty()));
+        match answer {
+            Ok(1) => return Ok(true),
+            Err(Errno::EAGAIN | Errno::EINTR) => {}
+            // Closed without an answer.
+            Ok(_) | Err(_) => self.sent = None,
+        }
+        Ok(false)
+    }
+}
+
 /// One rank's side of the exchange between the two collectives.
 struct Exchange {
     rank: Rank,
     names: Names,
     listener: Listener,
-    /// By rank; `None` once sent, for this rank, and for ranks of other nodes.
-    unsent: Vec<Option<(Key, UnixAddr)>>,
+    /// By rank; `None` once acknowledged, for this rank, and for ranks of other nodes.
+    unsent: Vec<Option<Unsent>>,
     /// Ranks of this node.
     peers: std::ops::Range<usize>,
     accepted: Vec<OwnedFd>,
     received: Vec<Option<OwnedFd>>,
     /// What the last step could not do for lack of descriptors or memory; retried until the deadline.
     shortage: Option<String>,
+    /// Why the last connection was given up whose descriptor could not be taken.
+    lost: Option<String>,
 }
 
 impl Exchange {
@@ -238,11 +277,12 @@ impl Exchange {
             if host != here {
                 return Err(format!("rank {who} is on another host or in another network namespace"));
             }
-            unsent.push(Some((key, UnixAddr::new_abstract(name.as_bytes()).map_err(text)?)));
+            unsent.push(Some(Unsent::new(key, UnixAddr::new_abstract(name.as_bytes()).map_err(text)?)));
         }
         let received = offers.iter().map(|_| None).collect();
         let (rank, names, peers) = (world.rank(), world.family.names.clone(), world.node_peers());
-        Ok(Exchange { rank, names, peers, listener, unsent, accepted: Vec::new(), received, shortage: None })
+        let accepted = Vec::new();
+        Ok(Exchange { rank, names, peers, listener, unsent, accepted, received, shortage: None, lost: None })
     }
 
     fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, Stopped> {
@@ -272,7 +312,10 @@ impl Exchange {
             problem +=
                 &format!("{} it could not send its own to {unsent}", if absent.is_empty() { "" } else { ", and" });
         }
-        problem + &self.shortage.as_ref().map_or_else(String::new, |shortage| format!(" ({shortage})"))
+        for reason in self.shortage.iter().chain(&self.lost) {
+            problem += &format!(" ({reason})");
+        }
+        problem
     }
 
     fn absent(&self) -> Vec<Rank> {
@@ -284,10 +327,11 @@ impl Exchange {
     fn step(&mut self, own: BorrowedFd<'_>) -> std::result::Result<(), String> {
         self.shortage = None;
         for (rank, slot) in self.unsent.iter_mut().enumerate() {
-            let Some((key, addr)) = slot else { continue };
+            let Some(unsent) = slot else { continue };
             let name = self.names.of(Rank(rank as u32));
-            match send_to(addr, key, self.rank, own) {
-                Ok(()) => *slot = None,
+            match unsent.advance(self.rank, own) {
+                Ok(true) => *slot = None,
+                Ok(false) => {}
                 // Its queue is full for now.
                 Err(Errno::EAGAIN | Errno::EINTR) => {}
                 Err(errno) if is_shortage(errno) => self.shortage = Some(format!("sending to rank {name}: {errno}")),
@@ -296,7 +340,8 @@ impl Exchange {
             }
         }
         self.accept();
-        self.receive(&mut [0; CONTROL_WORDS])
+        self.receive(&mut [0; CONTROL_WORDS]);
+        Ok(())
     }
 
     /// Accepts waiting connections. A connection that cannot be accepted now keeps waiting.
@@ -321,8 +366,9 @@ impl Exchange {
         }
     }
 
-    /// Receives what has come; a connection is closed after its first message, whoever sent it.
-    fn receive(&mut self, control: &mut [u64]) -> std::result::Result<(), String> {
+    /// Receives what has come; a connection is closed after its first message, whoever sent it. What could not be taken
+    /// is not answered, so its sender sends it again.
+    fn receive(&mut self, control: &mut [u64]) {
         for fd in std::mem::take(&mut self.accepted) {
             let (rank, passed) = match receive_one(&fd, control) {
                 Ok(Some((key, rank, passed))) if same_key(&key, &self.listener.key) => (rank, passed),
@@ -330,27 +376,28 @@ impl Exchange {
                 Err(errno) => {
                     if matches!(errno, Errno::EAGAIN | Errno::EINTR) || is_shortage(errno) {
                         self.accepted.push(fd);
+                    } else {
+                        self.lost = Some(format!("a connection broke: {errno}"));
                     }
                     continue;
                 }
             };
-            if rank == self.rank {
+            let Some(slot) = self.received.get_mut(rank.index()).filter(|_| rank != self.rank) else { continue };
+            if slot.is_none() && passed.is_none() {
+                let name = self.names.of(rank);
+                self.lost = Some(format!("the descriptor of rank {name} came when this process could open no more"));
                 continue;
             }
-            if let Some(slot @ None) = self.received.get_mut(rank.index()) {
-                // Nobody sends it again.
-                let name = self.names.of(rank);
-                let cut = || format!("the descriptor of rank {name} came when this process could open no more");
-                *slot = Some(passed.ok_or_else(cut)?);
-            }
+            *slot = slot.take().or(passed);
+            // A sender that does not get this sends again.
+            let _ = send(fd.as_raw_fd(), &[1], MsgFlags::MSG_NOSIGNAL);
         }
-        Ok(())
     }
 }
 
-/// Connects and sends; `EAGAIN` if the peer's queue is full for now, `EPERM` if it runs as another user. The kernel
-/// keeps message and descriptor for the receiver when this end closes.
-fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::Result<()> {
+/// Connects and sends; `EAGAIN` if the peer's queue is full for now, `EPERM` if it runs as another user. The peer's
+/// answer comes over the connection.
+fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::Result<OwnedFd> {
     let fd = unix_socket()?;
     connect(fd.as_raw_fd(), addr)?;
     if !same_user(&fd) {
@@ -359,7 +406,8 @@ fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::
     let hello = [&key[..], &rank.0.to_le_bytes()].concat();
     let passed = [own.as_raw_fd()];
     let rights = [ControlMessage::ScmRights(&passed)];
-    sendmsg::<UnixAddr>(fd.as_raw_fd(), &[IoSlice::new(&hello)], &rights, MsgFlags::MSG_NOSIGNAL, None).map(drop)
+    sendmsg::<UnixAddr>(fd.as_raw_fd(), &[IoSlice::new(&hello)], &rights, MsgFlags::MSG_NOSIGNAL, None)?;
+    Ok(fd)
 }
 
 /// One message, `None` if it is not a hello with one descriptor. The descriptor is `None` if it was sent but the
@@ -463,6 +511,7 @@ mod tests {
             accepted: Vec::new(),
             received: vec![None, None],
             shortage: None,
+            lost: None,
         }
     }
 
@@ -471,8 +520,8 @@ mod tests {
         let (mut exchange, own) = (exchange(), File::open("/dev/null").unwrap());
         let addr = UnixAddr::new_abstract(exchange.listener.name.as_bytes()).unwrap();
         let key = exchange.listener.key;
-        send_to(&addr, &key, Rank(1), own.as_fd()).unwrap();
-        exchange.unsent[1] = Some((key, addr));
+        let _connection = send_to(&addr, &key, Rank(1), own.as_fd()).unwrap();
+        exchange.unsent[1] = Some(Unsent::new(key, addr));
         SHORT_HERE.set(true);
         let (step, text) = (exchange.step(own.as_fd()), exchange.too_late(Duration::from_millis(7)));
         SHORT_HERE.set(false);
@@ -480,7 +529,8 @@ mod tests {
         assert!(text.starts_with("after 7 ms rank 1 has not sent theirs") && text.contains("EMFILE"), "{text}");
         // The shortage has passed: the waiting connection is accepted, and the unsent message is sent (to this socket).
         assert_eq!(exchange.step(own.as_fd()), Ok(()));
-        assert!(exchange.received[1].is_some() && exchange.unsent[1].is_none() && exchange.shortage.is_none());
+        assert!(exchange.received[1].is_some() && exchange.shortage.is_none());
+        assert!(exchange.unsent[1].as_ref().is_some_and(|unsent| unsent.tried));
     }
 
     /// A message with `count` descriptors of a pipe's write end, and the read end.
@@ -515,13 +565,51 @@ mod tests {
         assert_eq!(taken(0, CONTROL_WORDS), (None, Ok(0)));
     }
 
+    /// Ends of both sides, and what is sent at first cannot be taken.
+    fn sent_again(spoil: impl FnOnce(&mut Exchange), expected: &str) {
+        let (mut exchange, own) = (exchange(), File::open("/dev/null").unwrap());
+        let addr = UnixAddr::new_abstract(exchange.listener.name.as_bytes()).unwrap();
+        let mut peer = Unsent::new(exchange.listener.key, addr);
+        assert_eq!(peer.advance(Rank(1), own.as_fd()), Ok(false), "nobody has answered");
+        exchange.accept();
+        spoil(&mut exchange);
+        assert!(exchange.received[1].is_none());
+        let text = exchange.too_late(Duration::from_millis(7));
+        assert!(text.contains("rank 1 has not sent theirs") && text.contains(expected), "{text}");
+        assert_eq!(peer.advance(Rank(1), own.as_fd()), Ok(false), "it sends again after this");
+        assert_eq!(peer.advance(Rank(1), own.as_fd()), Ok(false));
+        assert_eq!(exchange.step(own.as_fd()), Ok(()));
+        assert!(exchange.received[1].is_some());
+        drop(exchange);
+        assert_eq!(peer.advance(Rank(1), own.as_fd()), Ok(true), "the answer outlives its sender");
+    }
+
     #[test]
-    fn a_descriptor_that_was_cut_off_waited_for() {
-        let mut exchange = exchange();
-        let hello = [&exchange.listener.key[..], &1u32.to_le_bytes()].concat();
-        let (socket, _reader) = message(&hello, 1);
-        exchange.accepted.push(socket);
-        let text = exchange.receive(&mut []).unwrap_err();
-        assert!(text.contains("rank 1") && text.contains("open no more"), "{text}");
+    fn a_descriptor_that_was_cut_off_sent_again() {
+        sent_again(
+            |exchange| exchange.receive(&mut []),
+            "the descriptor of rank 1 came when this process could open no more",
+        );
+    }
+
+    #[test]
+    fn a_descriptor_on_a_connection_that_broke_sent_again() {
+        let broken = |exchange: &mut Exchange| {
+            // Not a socket.
+            exchange.accepted = vec![File::open("/dev/null").unwrap().into()];
+            exchange.receive(&mut [0; CONTROL_WORDS]);
+        };
+        sent_again(broken, "a connection broke: ENOTSOCK");
+    }
+
+    #[test]
+    fn a_descriptor_sent_before_to_a_rank_that_is_through_done_with() {
+        let (exchange, own) = (exchange(), File::open("/dev/null").unwrap());
+        let addr = UnixAddr::new_abstract(exchange.listener.name.as_bytes()).unwrap();
+        let [mut sent, mut never] = [(); 2].map(|()| Unsent::new(exchange.listener.key, addr));
+        assert_eq!(sent.advance(Rank(1), own.as_fd()), Ok(false));
+        drop(exchange);
+        assert_eq!((0..2).map(|_| sent.advance(Rank(1), own.as_fd())).collect::<Vec<_>>(), [Ok(false), Ok(true)]);
+        assert_eq!(never.advance(Rank(1), own.as_fd()), Err(Errno::ECONNREFUSED), "nothing was sent");
     }
 }
