@@ -324,6 +324,7 @@ python() {
   local pytest="skippable .venv-python/bin/python -m pytest -q -rs -p no:cacheprovider"
   {
     parts "$pytest"
+    echo "TOKENYARD_TEST_THREADS_OF_NODES=2 TOKENYARD_NETWORK=simulated $pytest tests/python/test_{deep_ep,elastic,hybrid}.py"
     for engine in sglang vllm; do echo "$nodes $pytest tests/python/test_$engine.py"; done
     if .venv-python-oldest/bin/python -c 'import torch; print("torch", torch.__version__)' >&2; then
       .venv-python-oldest/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps target/wheels/tokenyard-*.whl

@@ -54,7 +54,7 @@ SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitize
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
   [checks]=585 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
-  [libfabric]=240 [sanitizer]=480 [python]=540
+  [libfabric]=240 [sanitizer]=480 [python]=660
 )
 
 program() {
@@ -369,6 +369,9 @@ section_python() {
   check tests env TOKENYARD_TEST_DEVICE=cpu "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
   # Operators and DeepEP's interface on the GPU, too.
   check tests-on-gpu env TOKENYARD_TEST_DEVICE=cuda "${pytest[@]}" "$root"/tests/python/test_{ops,eager,deep_ep,elastic,hybrid}.py
+  # The same ranks as two nodes over the simulated network.
+  check tests-on-gpu-nodes env TOKENYARD_TEST_DEVICE=cuda TOKENYARD_TEST_THREADS_OF_NODES=2 TOKENYARD_NETWORK=simulated \
+    "${pytest[@]}" "$root"/tests/python/test_{deep_ep,elastic,hybrid}.py
   check compare "${run[@]}" python3 "$root/benches/compare.py" --world 1 --experts 8 --tokens 16 --hidden 1024 --top-k 2 --rounds 2 \
     --json "$out/compare.json"
   check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"

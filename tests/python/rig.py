@@ -102,6 +102,11 @@ class Case:
         return out
 
 
+# Nodes of the ranks that are threads. With 2, buffers of `deep_ep` link them by the network that TOKENYARD_NETWORK names.
+NODES = int(os.environ.get("TOKENYARD_TEST_THREADS_OF_NODES", "1"))
+one_node = pytest.mark.skipif(NODES > 1, reason="is of one node")
+
+
 def in_threads(device, ranks, work):
     """Runs `work(world)` in a thread for each rank; its results by rank. Ranks that share a GPU, "cuda", have a stream each."""
 
@@ -118,7 +123,10 @@ def in_threads(device, ranks, work):
         world.barrier()
         return result
 
-    return in_ranks(tokenyard.World.threads(ranks), rank)
+    worlds = tokenyard.World.threads(ranks)
+    if NODES == 2 and ranks > 1:
+        worlds = [world.with_nodes([ranks // 2, ranks - ranks // 2]) for world in worlds]
+    return in_ranks(worlds, rank)
 
 
 def settle(device):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import in_threads, settle
+from rig import in_threads, one_node, settle
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
     import torch
@@ -424,6 +424,7 @@ def test_replays_of_a_graph_over_other_tokens(expand):
     in_threads(DEVICE, 1, work)
 
 
+@one_node
 def test_sums_are_fp32_in_the_order_of_ranks():
     """Partial rows that rounding would change: one rounding, at the end, whatever biases come first."""
     ranks = 4
@@ -715,6 +716,7 @@ def test_what_is_refused():
             tokenyard.World.threads(1)[0], num_bytes=2, num_cpu_bytes=1)
 
 
+@one_node
 def test_what_callers_read():
     def work(buffer):
         assert (buffer.rank_idx, buffer.num_ranks) == (buffer.group.rank, 2)
