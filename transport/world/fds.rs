@@ -297,12 +297,14 @@ impl Exchange {
         });
         match finished.map_err(Stopped::Interrupted)? {
             Some(outcome) => Ok(outcome.map(|()| self.received)?),
+            // Whoever lacks what this rank has sent reports that; else the answer alone was lost.
+            None if self.absent().is_empty() && self.never_sent() == 0 => Ok(self.received),
             None => Err(self.too_late(timeout).into()),
         }
     }
 
     fn too_late(&self, timeout: Duration) -> String {
-        let (absent, unsent) = (self.absent(), self.unsent.iter().flatten().count());
+        let (absent, unsent) = (self.absent(), self.never_sent());
         let mut problem = format!("after {} ms", timeout.as_millis());
         if !absent.is_empty() {
             let absent: Vec<Rank> = absent.iter().map(|rank| self.names.of(*rank)).collect();
@@ -316,6 +318,10 @@ impl Exchange {
             problem += &format!(" ({reason})");
         }
         problem
+    }
+
+    fn never_sent(&self) -> usize {
+        self.unsent.iter().flatten().filter(|unsent| !unsent.tried).count()
     }
 
     fn absent(&self) -> Vec<Rank> {
