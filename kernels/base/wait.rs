@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn a_deadline_that_passed_during_a_look_followed_by_one_more() {
         let mut looks = 0;
-        let found = poll("stopped", Duration::from_millis(5), || {
+        let found = poll("stopped", Duration::from_millis(200), || {
             looks += 1;
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(Duration::from_millis(250));
             (looks == 2).then_some(())
         });
         assert_eq!(found, Some(()));

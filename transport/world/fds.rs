@@ -7,7 +7,9 @@
 //! Each rank listens on a Unix socket with an abstract name, so nothing is left in a file system. Name and
 //! a random key go to the members over the world's own collective. A sender sends the receiver's key and its
 //! own rank with the descriptor, and both ends check that the other runs as the same user. The receiver answers
-//! with one byte. A sender whose connection ends without that byte sends again.
+//! with one byte. A sender whose connection ends without that byte sends again, unless the peer listens no longer.
+//! A sender may not just send and close: Linux (`__unix_dgram_recvmsg`) looks at the queue first and at the other
+//! end's state later, so a receiver in between takes the connection for one that ended without a message.
 //!
 //! ```text
 //!   all_gather(name, key) -> connect to each peer, send [its key, my rank] + fd, receive 1 byte -> all_gather(outcome)
@@ -231,6 +233,8 @@ impl Unsent {
                 Ok(connection) => (self.sent, self.tried) = (Some(connection), true),
                 // The peer's exchange is over; the closing collective tells how it ended.
                 Err(Errno::ECONNREFUSED) if self.tried => return Ok(true),
+                // The peer closed its listener in between; the next connection tells.
+                Err(Errno::EPIPE | Errno::ECONNRESET) => return Ok(false),
                 Err(errno) => return Err(errno),
             }
         }
@@ -395,6 +399,7 @@ impl Exchange {
                 continue;
             }
             *slot = slot.take().or(passed);
+            self.lost = None;
             // A sender that does not get this sends again.
             let _ = send(fd.as_raw_fd(), &[1], MsgFlags::MSG_NOSIGNAL);
         }
