@@ -28,6 +28,8 @@
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            python     the Python package: its tests, on a GPU that ranks share, under compute-sanitizer, too, and what
 #                       its calls cost; needs python3 with pip, torch, numpy and pytest
+#            python-nodes  DeepEP's interfaces, of ranks that share a GPU, as two nodes over the simulated network;
+#                       needs as much
 #            figures    decode, prefill, modes, shapes and sweep
 #
 # Pairs:     decode     1 and 128 tokens on all GPUs, eager and in a graph
@@ -50,11 +52,11 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/tests/rows.sh"
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer python)
+SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer python python-nodes)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
   [checks]=585 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
-  [libfabric]=240 [sanitizer]=480 [python]=660
+  [libfabric]=240 [sanitizer]=480 [python]=540 [python-nodes]=240
 )
 
 program() {
@@ -347,31 +349,34 @@ section_sanitizer() {
   fi
 }
 
-# The GPU machine may have no network, so the wheel is installed into a folder, without what it needs.
-section_python() {
-  local wheel site missing sanitizer
+# Installs the wheel for a section, by its name; `run` and `pytest` are then the beginnings of its commands. The
+# GPU machine may have no network, so the wheel is installed into a folder, without what it needs.
+install_wheel() {
+  local wheel missing
   wheel=$(printf '%s\n' "$dir"/tokenyard-*.whl | head -n 1)
   if [ ! -e "$wheel" ]; then
-    note python skipped "needs the wheel, which build makes where maturin is"
-    return
+    note "$1" skipped "needs the wheel, which build makes where maturin is"
+    return 1
   fi
   if ! missing=$(python3 -c 'import numpy, pip, pytest, torch; assert torch.cuda.is_available(), "torch sees no GPU"' 2>&1); then
-    note python skipped "needs python3 with pip, torch, numpy and pytest: $(tail -n 1 <<<"$missing")"
-    return
+    note "$1" skipped "needs python3 with pip, torch, numpy and pytest: $(tail -n 1 <<<"$missing")"
+    return 1
   fi
   row_limit=${LIMIT:-300}
   site=$(mktemp -d)
   check install python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheel"
   # Ranks share a GPU, as in tests/python/test_gpu.py.
-  local run=(env PYTHONPATH="$site" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
-  local pytest=("${run[@]}" python3 -m pytest -q -rs -p no:cacheprovider --rootdir "$root")
+  run=(env PYTHONPATH="$site" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
+  pytest=("${run[@]}" python3 -m pytest -q -rs -p no:cacheprovider --rootdir "$root")
+}
+
+section_python() {
+  local site sanitizer run pytest
+  install_wheel python || return 0
   check tests-gpu "${pytest[@]}" "$root/tests/python/test_gpu.py"
   check tests env TOKENYARD_TEST_DEVICE=cpu "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
   # Operators and DeepEP's interface on the GPU, too.
   check tests-on-gpu env TOKENYARD_TEST_DEVICE=cuda "${pytest[@]}" "$root"/tests/python/test_{ops,eager,deep_ep,elastic,hybrid}.py
-  # The same ranks as two nodes over the simulated network.
-  check tests-on-gpu-nodes env TOKENYARD_TEST_DEVICE=cuda TOKENYARD_TEST_THREADS_OF_NODES=2 TOKENYARD_NETWORK=simulated \
-    "${pytest[@]}" "$root"/tests/python/test_{deep_ep,elastic,hybrid}.py
   check compare "${run[@]}" python3 "$root/benches/compare.py" --world 1 --experts 8 --tokens 16 --hidden 1024 --top-k 2 --rounds 2 \
     --json "$out/compare.json"
   check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"
@@ -384,6 +389,13 @@ section_python() {
     note memcheck skipped "needs compute-sanitizer, of the CUDA toolkit"
   fi
   rm -rf "$site"
+}
+
+section_python-nodes() {
+  local site run pytest
+  install_wheel python-nodes || return 0
+  check tests-on-gpu-nodes env TOKENYARD_TEST_DEVICE=cuda TOKENYARD_TEST_THREADS_OF_NODES=2 TOKENYARD_NETWORK=simulated \
+    "${pytest[@]}" "$root"/tests/python/test_{deep_ep,elastic,hybrid}.py
 }
 
 # The options of a pair's rows, a line each after the row's name.

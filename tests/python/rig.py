@@ -102,8 +102,9 @@ class Case:
         return out
 
 
-# Nodes of the ranks that are threads. With 2, buffers of `deep_ep` link them by the network that TOKENYARD_NETWORK names.
+# Nodes of the ranks that are threads. With 2, `deep_ep` links them by the network that TOKENYARD_NETWORK names.
 NODES = int(os.environ.get("TOKENYARD_TEST_THREADS_OF_NODES", "1"))
+assert NODES in (1, 2), f"TOKENYARD_TEST_THREADS_OF_NODES is {NODES}: give 1 or 2"
 one_node = pytest.mark.skipif(NODES > 1, reason="is of one node")
 
 

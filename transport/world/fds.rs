@@ -231,8 +231,9 @@ impl Unsent {
         if self.sent.is_none() {
             match send_to(&self.addr, &self.key, rank, own) {
                 Ok(connection) => (self.sent, self.tried) = (Some(connection), true),
-                // The peer's exchange is over; the closing collective tells how it ended.
-                Err(Errno::ECONNREFUSED) if self.tried => return Ok(true),
+                // The peer's exchange is over, and its name may be another user's by now. The closing collective tells
+                // how it ended.
+                Err(Errno::ECONNREFUSED | Errno::EPERM) if self.tried => return Ok(true),
                 // The peer closed its listener in between; the next connection tells.
                 Err(Errno::EPIPE | Errno::ECONNRESET) => return Ok(false),
                 Err(errno) => return Err(errno),
@@ -301,10 +302,13 @@ impl Exchange {
         });
         match finished.map_err(Stopped::Interrupted)? {
             Some(outcome) => Ok(outcome.map(|()| self.received)?),
-            // Whoever lacks what this rank has sent reports that; else the answer alone was lost.
-            None if self.absent().is_empty() && self.never_sent() == 0 => Ok(self.received),
-            None => Err(self.too_late(timeout).into()),
+            None => Ok(self.late(timeout)?),
         }
+    }
+
+    /// The outcome at the deadline. Whoever lacks what this rank has sent reports that; else the answer alone was lost.
+    fn late(self, timeout: Duration) -> std::result::Result<Vec<Option<OwnedFd>>, String> {
+        if self.absent().is_empty() && self.never_sent() == 0 { Ok(self.received) } else { Err(self.too_late(timeout)) }
     }
 
     fn too_late(&self, timeout: Duration) -> String {
@@ -622,5 +626,17 @@ mod tests {
         drop(exchange);
         assert_eq!((0..2).map(|_| sent.advance(Rank(1), own.as_fd())).collect::<Vec<_>>(), [Ok(false), Ok(true)]);
         assert_eq!(never.advance(Rank(1), own.as_fd()), Err(Errno::ECONNREFUSED), "nothing was sent");
+    }
+
+    #[test]
+    fn a_rank_that_lacks_answers_alone_through_at_its_deadline() {
+        for (tried, expected) in [(true, Ok(2)), (false, Err("after 7 ms it could not send its own to 1".to_string()))]
+        {
+            let mut exchange = exchange();
+            exchange.received[1] = Some(File::open("/dev/null").unwrap().into());
+            let addr = UnixAddr::new_abstract(exchange.listener.name.as_bytes()).unwrap();
+            exchange.unsent[1] = Some(Unsent { tried, ..Unsent::new(exchange.listener.key, addr) });
+            assert_eq!(exchange.late(Duration::from_millis(7)).map(|fds| fds.len()), expected);
+        }
     }
 }
