@@ -283,6 +283,8 @@ def killed(rank):
     buffer = group_buffer()
     buffer._normal._timeout = 6.0
     a_trip(buffer)
+    # What it sent may still be on its way when its own trip has ended.
+    dist_barrier()
     if rank == RANKS - 1:
         os._exit(0)
     began = time.monotonic()
