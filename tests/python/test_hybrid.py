@@ -99,7 +99,7 @@ def sums(tokens, rank, x):
 
 # Where ranks share a GPU, the old and the new context of all of them fit.
 def made(world, kind=deep_ep.HybridEPBuffer, **how):
-    return kind(world, HIDDEN, 16, LOCAL, num_sms_dispatch_api=32 // world.size, **how)
+    return kind(world, HIDDEN, 16, LOCAL, **{"num_sms_dispatch_api": 32 // world.size, **how})
 
 
 def check_permuted(tokens, rank, got, align, dtype):
@@ -428,7 +428,8 @@ def test_more_tokens_and_choices_than_before(permutes):
         calls.append(tokens)
 
     def work(world):
-        rank, buffer = world.rank, made(world)
+        # On a GPU that the ranks share, all its seven contexts and what else there is fit.
+        rank, buffer = world.rank, made(world, num_sms_dispatch_api=2)
         contexts, kept = [], []
         for tokens in calls + calls:
             x = tokens.x[rank].bfloat16()

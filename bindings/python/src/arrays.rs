@@ -9,6 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyString};
+use smallvec::SmallVec;
 use tokenyard::{Device, Dtype, View};
 
 /// Type of an array's elements, as far as calls tell types apart.
@@ -102,6 +103,10 @@ const TYPE_STRINGS: [(&str, Element); 9] = [
     ("|i1", Element::U8),
 ];
 
+/// A number for each dimension of an array. Calls make several of each array, so that those of few dimensions take no
+/// memory of their own.
+pub(super) type Dimensions = SmallVec<[usize; 4]>;
+
 /// Where an array lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
@@ -117,9 +122,9 @@ pub(super) struct Array {
     /// What keeps the memory of an array that DLPack describes.
     pub capsule: Option<Py<PyCapsule>>,
     pointer: u64,
-    shape: Vec<usize>,
+    shape: Dimensions,
     /// In bytes.
-    strides: Vec<usize>,
+    strides: Dimensions,
     pub element: Element,
     place: Place,
 }
@@ -216,10 +221,11 @@ impl Array {
             return Err(PyTypeError::new_err(format!("{name} has the layout {layout}: give a dense tensor")));
         }
         must_not_be_negative(name, tensor)?;
-        let asked = || -> PyResult<(u64, Vec<usize>, Vec<usize>)> {
+        let asked = || -> PyResult<(u64, Dimensions, Dimensions)> {
             let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-            let shape = tensor.getattr(intern!(py, "shape"))?.extract()?;
-            Ok((pointer, shape, tensor.call_method0(intern!(py, "stride"))?.extract()?))
+            let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+            let strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+            Ok((pointer, shape.into(), strides.into()))
         };
         let (pointer, shape, mut strides) = asked().map_err(|why| {
             let raised = PyTypeError::new_err(format!(
@@ -256,7 +262,7 @@ impl Array {
         if writes && read_only {
             return Err(PyValueError::new_err(format!("{name} is read-only: give an array that can be written")));
         }
-        let shape: Vec<usize> = field("shape")?.extract()?;
+        let shape: Dimensions = field("shape")?.extract::<Vec<usize>>()?.into();
         let strides = interface.get_item("strides")?.filter(|strides| !strides.is_none());
         let strides = match strides {
             Some(strides) => {
@@ -311,7 +317,7 @@ impl Array {
 
     /// Refuses another shape.
     pub fn must_be_shaped(&self, shape: &[usize]) -> PyResult<()> {
-        if self.shape == shape {
+        if self.shape[..] == *shape {
             return Ok(());
         }
         Err(PyValueError::new_err(format!("{} has the shape {:?}: give {shape:?}", self.name, self.shape)))
@@ -322,13 +328,21 @@ impl Array {
         if self.shape.last() == Some(&columns) {
             return Ok(());
         }
-        self.must_be_shaped(&[self.places(), &[columns]].concat())
+        self.must_be_in(self.places(), columns)
     }
 
     /// Refuses what does not lie beside rows: in the shape of the rows but for the columns, or row after row.
     pub fn must_be_beside(&self, rows: &[usize], columns: usize) -> PyResult<()> {
         let all = rows.iter().fold(1usize, |all, length| all.saturating_mul(*length));
-        if self.shape == [all, columns] { Ok(()) } else { self.must_be_shaped(&[rows, &[columns]].concat()) }
+        if self.shape[..] == [all, columns] { Ok(()) } else { self.must_be_in(rows, columns) }
+    }
+
+    /// Refuses another shape than that of rows in these places.
+    pub fn must_be_in(&self, places: &[usize], columns: usize) -> PyResult<()> {
+        if self.shape.split_last() == Some((&columns, places)) {
+            return Ok(());
+        }
+        self.must_be_shaped(&[places, &[columns]].concat())
     }
 
     /// Length of the last dimension.
@@ -430,8 +444,8 @@ impl Array {
 }
 
 /// Strides of an array without gaps, in what an element takes: bytes, or 1.
-pub(super) fn packed(shape: &[usize], element: usize) -> Vec<usize> {
-    let mut strides: Vec<usize> = Vec::with_capacity(shape.len());
+pub(super) fn packed(shape: &[usize], element: usize) -> Dimensions {
+    let mut strides = Dimensions::with_capacity(shape.len());
     let mut next = element;
     for length in shape.iter().rev() {
         strides.push(next);

@@ -255,7 +255,7 @@ pub(super) fn must_lie(rows: &Array, places: &[usize], format: &Format) -> PyRes
     if rows.shape().len() == 2 {
         return Ok(());
     }
-    rows.must_be_shaped(&[places, &[format.inner.hidden]].concat())
+    rows.must_be_in(places, format.inner.hidden)
 }
 
 /// Refuses scales that are not in the shape of those of rows in these places.

@@ -1,6 +1,6 @@
 //! Contexts and their calls.
 
-use super::arrays::{Array, Element, Place};
+use super::arrays::{Array, Dimensions, Element, Place};
 use super::calls::{self, Call, Given, Output};
 use super::detached::{Closable, Detached};
 use super::errors;
@@ -8,7 +8,7 @@ use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
 use super::lock::with_lock;
 use super::numbers::{maybe, number, numbers};
-use super::operators::Slots;
+use super::operators::{Number, Slots};
 use super::proxies::Proxy;
 use super::worlds::World;
 use pyo3::exceptions::{PyAttributeError, PyValueError};
@@ -82,6 +82,8 @@ impl Deref for Inside {
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Handle {
     parts: Arc<Parts>,
+    /// By which operators of torch find it.
+    _number: Option<Number>,
 }
 
 /// What a handle is, which tensors of torch's operators keep, too.
@@ -90,12 +92,17 @@ pub(super) struct Parts {
     pub tokens: usize,
     pub format: Format,
     /// Where the dispatch's rows lie: the dimensions before their columns.
-    pub places: Vec<usize>,
+    pub places: Dimensions,
 }
 
 impl Handle {
     pub fn new(parts: Arc<Parts>) -> Handle {
-        Handle { parts }
+        Handle { parts, _number: None }
+    }
+
+    /// One that operators of torch find by its number.
+    pub fn numbered(parts: Arc<Parts>, number: Number) -> Handle {
+        Handle { parts, _number: Some(number) }
     }
 }
 
@@ -309,7 +316,7 @@ impl Context {
         let (tokens, room) = calls::tokens(&call, &given)?;
         let out = output.get().of(py, &call, words_of(&tokens.payload))?;
         let inner = self.enqueued(py, || ep.dispatch(&stream, &tokens, &out))?;
-        let places = output.get().places().to_vec();
+        let places = output.get().places().into();
         let handle = Handle::new(Arc::new(Parts { inner, tokens: room, format: call.format.clone(), places }));
         let arrays = [Some(x), Some(topk_idx), topk_weights, scales, count, payload, Some(output.as_any())];
         match self.finished(py, &ep, &call, arrays) {
@@ -422,7 +429,7 @@ impl Context {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        let places = output.get().places().to_vec();
+        let places = output.get().places().into();
         let parts = Parts { inner, tokens: half.tokens, format: half.format.clone(), places };
         let handle = Handle::new(Arc::new(parts));
         match self.finished(py, &ep, &call, [Some(output.as_any()), Some(sent.as_any())]) {
@@ -718,6 +725,11 @@ impl Core {
         self.on_cpu
     }
 
+    /// Choices of a token, at most.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
     /// Where arrays of calls lie.
     pub fn place(&self) -> Place {
         self.ordinal.map_or(Place::Cpu, Place::Cuda)
@@ -736,7 +748,7 @@ impl Core {
         handle: &Parts,
         topk_weights: Option<&Array>,
         dtype: Option<Dtype>,
-    ) -> PyResult<(Rows, Vec<usize>)> {
+    ) -> PyResult<(Rows, Dimensions)> {
         let dtype = dtype.unwrap_or(handle.format.inner.combine_dtype);
         rows.must_be_rows_of(dtype)?;
         calls::must_lie(rows, &handle.places, call.format)?;
@@ -752,7 +764,7 @@ impl Core {
             weights.must_be_contiguous()?;
             to = to.topk_weight(call.view(weights)?);
         }
-        Ok((to, rows.places().to_vec()))
+        Ok((to, rows.places().into()))
     }
 
     /// Where sums go.

@@ -2,6 +2,7 @@
 
 use super::errors;
 use super::lock::with_lock;
+use super::process;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::mem::ManuallyDrop;
@@ -17,7 +18,7 @@ pub(super) struct Detached<T: Send> {
 
 impl<T: Send> Detached<T> {
     pub fn new(value: T) -> Detached<T> {
-        Detached { value: ManuallyDrop::new(value), process: std::process::id() }
+        Detached { value: ManuallyDrop::new(value), process: process::id() }
     }
 }
 
@@ -31,7 +32,7 @@ impl<T: Send> Deref for Detached<T> {
 
 impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if self.process != process::id() {
             return;
         }
         // SAFETY: the only place that takes it, and the value is not used afterwards.
@@ -55,12 +56,12 @@ impl<T: Send + Sync> Closable<T> {
     /// `what`: its name in messages.
     pub fn new(what: &'static str, value: T) -> Closable<T> {
         let value = Mutex::new(Some(Arc::new(Detached::new(value))));
-        Closable { what, process: std::process::id(), value }
+        Closable { what, process: process::id(), value }
     }
 
     /// Whether this is the process that made it. Takes no lock, which a thread of the parent may hold in a fork.
     pub fn is_of_this_process(&self) -> bool {
-        self.process == std::process::id()
+        self.process == process::id()
     }
 
     /// Refuses the child of a fork.

@@ -2,7 +2,7 @@
 //! header (`dlpack.h`). Producers are asked for version 1, whose capsules say what may not be written; older ones make
 //! capsules without a version.
 
-use super::arrays::{Element, Place};
+use super::arrays::{Dimensions, Element, Place};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
@@ -43,9 +43,9 @@ const IS_COPIED: u64 = 2;
 /// What a capsule says of its memory.
 pub(super) struct Described {
     pub pointer: u64,
-    pub shape: Vec<usize>,
+    pub shape: Dimensions,
     /// In bytes; None: without gaps.
-    pub strides: Option<Vec<usize>>,
+    pub strides: Option<Dimensions>,
     pub element: Element,
     pub place: Place,
 }
@@ -116,9 +116,9 @@ pub(super) fn described<'py>(
 /// What a tensor says of its memory.
 fn read(name: &'static str, tensor: &Tensor) -> PyResult<Described> {
     let dimensions = usize::try_from(tensor.dimensions).unwrap_or(0);
-    let whole = |name: &'static str, at: *const i64| -> PyResult<Vec<usize>> {
+    let whole = |name: &'static str, at: *const i64| -> PyResult<Dimensions> {
         if at.is_null() || dimensions == 0 {
-            return Ok(Vec::new());
+            return Ok(Dimensions::new());
         }
         // SAFETY: shape and strides have an entry for each dimension.
         let entries = unsafe { slice::from_raw_parts(at, dimensions) };

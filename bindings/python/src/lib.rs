@@ -16,6 +16,7 @@ mod formats;
 mod lock;
 mod numbers;
 mod operators;
+mod process;
 mod proxies;
 mod worlds;
 
@@ -64,6 +65,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::taken_handle, module)?)?;
     errors::add_to(module)?;
     if let Err(refusal) = cli::install_logger() {
         let text = CString::new(refusal)?;

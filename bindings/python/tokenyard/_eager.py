@@ -32,6 +32,7 @@ def _operator(name: str) -> Any:
 
 _DISPATCH, _DISPATCH_INTO = _operator("_dispatch"), _operator("_dispatch_into")
 _COMBINE, _COMBINE_INTO = _operator("_combine"), _operator("_combine_into")
+_LOW_LATENCY_DISPATCH, _LOW_LATENCY_COMBINE = _operator("_low_latency_dispatch"), _operator("_low_latency_combine")
 
 
 def plain(*tensors: Optional[torch.Tensor]) -> bool:
@@ -76,6 +77,33 @@ def dispatch(
         # An output without room has no rows.
         made[1].zero_()
     return made, found
+
+
+def low_latency_dispatch(
+    plan: int, x: torch.Tensor, topk_idx: torch.Tensor
+) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """The outputs of a plan, the handle's number for `taken_handle`, 0 for a call that made nothing, and what it raised,
+    if it did. Tensors that are not as low-latency calls have them make nothing."""
+    made: List[torch.Tensor]
+    made, number = _LOW_LATENCY_DISPATCH(x, topk_idx, plan)
+    if number > 0:
+        return made, number, None
+    raised = _native.take_pending()
+    if made:
+        # As above.
+        made[0].zero_()
+    return made, -number, None if raised is None else Found(raised)
+
+
+def low_latency_combine(
+    rows: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
+) -> Optional[torch.Tensor]:
+    """The sums of a dispatch, by its handle's number. None: likewise."""
+    made: List[torch.Tensor] = _LOW_LATENCY_COMBINE(rows, topk_idx, topk_weights, handle)
+    if made and made[0].is_cuda:
+        return made[0]
+    _found(made, False).raise_with(None)
+    return made[0] if made else None
 
 
 def dispatch_into(

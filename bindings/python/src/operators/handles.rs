@@ -1,4 +1,5 @@
-//! Tensors that stand for handles: int64 `[1]`, of which torch tells when nothing uses them.
+//! Handles of operators: tensors that stand for them, int64 `[1]`, of which torch tells when nothing uses them; and
+//! numbers, for calls whose handles are Python's.
 //!
 //! On a GPU a handle is known by its address, of memory that is there for them; on the CPU device by the number
 //! that is there, below those that bindings/python/tokenyard/ops.py gives.
@@ -7,7 +8,8 @@ use super::shim::{Shim, Tensor};
 use crate::arrays::{Element, Place};
 use crate::context::{Core, Handle, Parts};
 use pyo3::prelude::*;
-use std::collections::HashMap;
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -136,6 +138,59 @@ pub(super) fn found(tensor: &Tensor) -> Option<Arc<Kept>> {
     handles().as_ref()?.get(&key).cloned()
 }
 
+/// The number of a handle, which is found by it as long as this lives.
+pub(crate) struct Number(i64);
+
+static NUMBERED: Mutex<Option<HashMap<i64, Arc<Kept>>>> = Mutex::new(None);
+
+fn numbered() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
+    NUMBERED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Number {
+    fn drop(&mut self) {
+        let kept = numbered().as_mut().and_then(|numbered| numbered.remove(&self.0));
+        drop(kept);
+    }
+}
+
+thread_local! {
+    /// Handles of this thread's last calls that Python has not taken: one, unless a signal's handler called, too, or an
+    /// exception came in between.
+    static UNTAKEN: RefCell<VecDeque<Number>> = const { RefCell::new(VecDeque::new()) };
+}
+const MOST_UNTAKEN: usize = 4;
+
+/// A number for a call's handle, from 1, until `taken_handle` takes it on this thread.
+pub(super) fn number(core: Arc<Core>, context: i64, layout: &'static str, parts: Parts) -> i64 {
+    static NUMBERS: AtomicI64 = AtomicI64::new(1);
+    let kept = Arc::new(Kept { core, parts: Arc::new(parts), context, layout });
+    let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+    numbered().get_or_insert_with(HashMap::new).insert(number, kept);
+    let oldest = UNTAKEN.with_borrow_mut(|untaken| {
+        untaken.push_back(Number(number));
+        if untaken.len() > MOST_UNTAKEN { untaken.pop_front() } else { None }
+    });
+    drop(oldest);
+    number
+}
+
+/// What a number stands for.
+pub(super) fn of_number(number: i64) -> Option<Arc<Kept>> {
+    numbered().as_ref()?.get(&number).cloned()
+}
+
+/// The handle of a number that a call of this thread returned; once, and None after four calls whose handles nobody
+/// took.
+#[pyfunction]
+pub(crate) fn taken_handle(number: i64) -> Option<Handle> {
+    let number = UNTAKEN.with_borrow_mut(|untaken| {
+        let place = untaken.iter().rposition(|untaken| untaken.0 == number)?;
+        untaken.remove(place)
+    })?;
+    Some(Handle::numbered(of_number(number.0)?.parts.clone(), number))
+}
+
 /// The context's number, handle and layout of a tensor that stands for one, by its number or address.
 #[pyfunction]
 pub(crate) fn operator_handle(key: i64) -> Option<(i64, Handle, &'static str)> {
@@ -143,8 +198,8 @@ pub(crate) fn operator_handle(key: i64) -> Option<(i64, Handle, &'static str)> {
     Some((kept.context, Handle::new(kept.parts.clone()), kept.layout))
 }
 
-/// How many such tensors live.
+/// How many handles of operators live.
 #[pyfunction]
 pub(crate) fn operator_handles() -> usize {
-    handles().as_ref().map_or(0, HashMap::len)
+    handles().as_ref().map_or(0, HashMap::len) + numbered().as_ref().map_or(0, HashMap::len)
 }

@@ -1,6 +1,7 @@
 //! Operators of torch whose kernels are in C: `torch.ops.tokenyard._dispatch`, `_dispatch_into`, `_combine` and
-//! `_combine_into`, for eager calls without gradients. bindings/python/tokenyard/ops.py has what calls them, and
-//! operators in Python for everything else.
+//! `_combine_into`, for eager calls without gradients, and `_low_latency_dispatch` and `_low_latency_combine`, whose
+//! handles are numbers. bindings/python/tokenyard/_eager.py calls them; operators in Python are there for everything
+//! else.
 //!
 //! A call has no Python in it: torch gives back the interpreter's lock, and on a GPU the kernel takes it for errors
 //! alone. It returns no tensors where the call is none for it, or raises something, which `take_pending` then has.
@@ -26,7 +27,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokenyard::{Dtype, Layout, Stream};
 
-pub(super) use handles::{Slots, operator_handle, operator_handles};
+pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
 
 /// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
 /// are offsets alone, or in the token layout experts and weights of tokens. Tensors that are written are none of the
@@ -38,6 +39,11 @@ const DISPATCH_INTO: &CStr = c"_dispatch_into(Tensor x, Tensor topk_idx, Tensor 
 const COMBINE: &CStr = c"_combine(Tensor rows, Tensor handle, Tensor topk_weights, int tokens) -> Tensor[]";
 const COMBINE_INTO: &CStr =
     c"_combine_into(Tensor rows, Tensor handle, Tensor topk_weights, Tensor out, int flags) -> Tensor[]";
+/// The number is the handle's; negative where the call raised something and took place all the same, and 0 where it did
+/// not. Tensors that are not as low-latency calls have them are none for these operators.
+const LOW_LATENCY_DISPATCH: &CStr = c"_low_latency_dispatch(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
+const LOW_LATENCY_COMBINE: &CStr =
+    c"_low_latency_combine(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> Tensor[]";
 /// Flags in the lowest bits of `plan` and `tokens`, and of `flags`.
 const WEIGHTS: i64 = 1;
 const SCALES: i64 = 2;
@@ -60,6 +66,8 @@ pub(super) fn define_operators() -> bool {
                 && operators.define(shim, c"_dispatch_into", DISPATCH_INTO, dispatch_into)
                 && operators.define(shim, c"_combine", COMBINE, combine)
                 && operators.define(shim, c"_combine_into", COMBINE_INTO, combine_into)
+                && operators.define(shim, c"_low_latency_dispatch", LOW_LATENCY_DISPATCH, low_latency_dispatch)
+                && operators.define(shim, c"_low_latency_combine", LOW_LATENCY_COMBINE, low_latency_combine)
         })
     })
 }
@@ -95,32 +103,49 @@ impl From<tokenyard::Error> for Failure {
     }
 }
 
-/// A call's tensors, and what is to be raised all the same: of a call that took place.
-type Outcome = Result<(Vec<Tensor>, Option<PyErr>), Failure>;
+/// What a call made.
+#[derive(Default)]
+struct Results {
+    tensors: Vec<Tensor>,
+    /// The number of its handle, where that is none of the tensors.
+    number: i64,
+}
 
-/// Notes what a call raised. Returns its tensors.
-fn settled(outcome: Outcome) -> Vec<Tensor> {
-    let (tensors, raised) = match outcome {
+impl From<Vec<Tensor>> for Results {
+    fn from(tensors: Vec<Tensor>) -> Results {
+        Results { tensors, number: 0 }
+    }
+}
+
+/// A call's results, and what is to be raised all the same: of a call that took place.
+type Outcome = Result<(Results, Option<PyErr>), Failure>;
+
+/// Notes what a call raised. Returns its results.
+fn settled(outcome: Outcome) -> Results {
+    let (mut results, raised) = match outcome {
         Ok(made) => made,
-        Err(Failure::NotHere) => (Vec::new(), None),
-        Err(Failure::Raised(raised)) => (Vec::new(), Some(raised)),
+        Err(Failure::NotHere) => (Results::default(), None),
+        Err(Failure::Raised(raised)) => (Results::default(), Some(raised)),
         Err(Failure::Library(error)) => {
             let raised = with_lock(|py| errors::raised(py, &error));
             let raised = raised.unwrap_or_else(|| PyRuntimeError::new_err(error.to_string()));
-            (Vec::new(), Some(raised))
+            (Results::default(), Some(raised))
         }
     };
+    if raised.is_some() {
+        results.number = -results.number;
+    }
     if let Some(former) = PENDING.replace(raised) {
         // Nobody took it.
         with_lock(|_| drop(former));
     }
-    tensors
+    results
 }
 
-/// Runs a kernel: `count` tensors and a number become a list.
+/// Runs a kernel: `count` tensors and a number become a list, and a number behind it.
 ///
 /// # Safety
-/// `stack` is that of a kernel with these arguments and one result of type Tensor[].
+/// `stack` is that of a kernel with these arguments and one result of type Tensor[], or two of types Tensor[] and int.
 unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, [Tensor; N], i64) -> Outcome) {
     let Some(shim) = shim() else { return };
     // SAFETY: passed on to the caller.
@@ -132,9 +157,16 @@ unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, 
     let outcome = outcome.unwrap_or_else(|_| {
         Err(Failure::Raised(PyRuntimeError::new_err("an operator panicked: report it, with the call")))
     });
-    let list = shim.list(settled(outcome)).or_else(|| shim.list(Vec::new())).unwrap_or(0);
-    // SAFETY: as above.
-    unsafe { stack.write(list) };
+    let Results { tensors, number } = settled(outcome);
+    let (list, number) = match shim.list(tensors) {
+        Some(list) => (list, number),
+        None => (shim.list(Vec::new()).unwrap_or(0), 0),
+    };
+    // SAFETY: as above. There is room for two words, as there are at least two arguments.
+    unsafe {
+        stack.write(list);
+        stack.add(1).write(number as u64);
+    }
 }
 
 unsafe extern "C" fn dispatch(stack: *mut u64, _arguments: u64, _results: u64) {
@@ -157,17 +189,38 @@ unsafe extern "C" fn combine_into(stack: *mut u64, _arguments: u64, _results: u6
     unsafe { run(stack, combined_into) };
 }
 
+unsafe extern "C" fn low_latency_dispatch(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `LOW_LATENCY_DISPATCH` has two tensors, a number, a list and a number.
+    unsafe { run(stack, low_latency_dispatched) };
+}
+
+unsafe extern "C" fn low_latency_combine(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `LOW_LATENCY_COMBINE` has three tensors, a number and a list.
+    unsafe { run(stack, low_latency_combined) };
+}
+
+/// Memory of one output, or of several.
+struct Memory {
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+    element: Element,
+}
+
 /// An output of a dispatch.
 struct Made {
     name: &'static str,
     sizes: Vec<i64>,
     strides: Vec<i64>,
     element: Element,
+    /// Where it lies, by its memory's place among all and its offset there, in elements.
+    memory: usize,
+    offset: i64,
+    /// What is returned in place of the whole memory.
+    seen: Option<Seen>,
 }
 
-/// A view of an output, which is returned in its place.
+/// A view, whose offset is that in its memory.
 struct Seen {
-    name: &'static str,
     sizes: Vec<i64>,
     strides: Vec<i64>,
     offset: i64,
@@ -181,10 +234,10 @@ struct Prepared {
     format: Format,
     layout: Layout,
     place: Place,
+    memories: Vec<Memory>,
     made: Vec<Made>,
     /// Of scales.
     column_major: bool,
-    seen: Vec<Seen>,
 }
 
 /// Dispatches of a context with outputs of the same layout and size, for `torch.ops.tokenyard._dispatch`.
@@ -219,9 +272,12 @@ type View = (String, Vec<i64>, Vec<i64>, i64);
 impl Plan {
     /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
-    /// their place: name, sizes, strides and offset, in elements.
+    /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs of one dtype that share
+    /// one memory, since each takes time to make.
     #[new]
-    #[pyo3(signature = (context, number, format, layout, align, outputs, *, column_major=false, views=None))]
+    #[pyo3(signature = (
+        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None
+    ))]
     // The parameters are Python's.
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -233,34 +289,58 @@ impl Plan {
         outputs: Vec<(String, Vec<usize>, String)>,
         column_major: bool,
         views: Option<Vec<View>>,
+        together: Option<Vec<String>>,
     ) -> PyResult<Plan> {
-        let of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
+        let together = together.unwrap_or_default();
+        let mut shared: Option<(usize, i64)> = None;
+        let mut memories: Vec<Memory> = Vec::new();
+        let mut of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
             let element = DTYPES.iter().find(|(known, _)| known == dtype).map(|(_, element)| *element);
             let (Some(name), Some(element)) = (NAMES.iter().copied().find(|known| known == name), element) else {
                 return Err(PyValueError::new_err(format!("no output is called {name} with elements of {dtype}")));
             };
+            let too_large =
+                || PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"));
             let signed = |lengths: &[usize]| -> PyResult<Vec<i64>> {
                 let signed: Result<Vec<i64>, _> = lengths.iter().map(|length| i64::try_from(*length)).collect();
-                signed.map_err(|_| {
-                    PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"))
-                })
+                signed.map_err(|_| too_large())
             };
-            Ok(Made { name, sizes: signed(shape)?, strides: signed(&packed(shape, 1))?, element })
+            let (sizes, strides) = (signed(shape)?, signed(&packed(shape, 1))?);
+            if !together.iter().any(|shares| shares == name) {
+                memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
+                return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
+            }
+            let (memory, offset) = *shared.get_or_insert_with(|| {
+                memories.push(Memory { sizes: vec![0], strides: vec![1], element });
+                (memories.len() - 1, 0)
+            });
+            if memories[memory].element != element {
+                return Err(PyValueError::new_err(format!(
+                    "{name} is of another dtype than outputs that share memory"
+                )));
+            }
+            let elements = sizes.iter().try_fold(1i64, |all, length| all.checked_mul(*length));
+            let end = elements.and_then(|elements| offset.checked_add(elements)).ok_or_else(too_large)?;
+            memories[memory].sizes[0] = end;
+            // The next one begins on a cache line of its own.
+            let line = (128 / element.bytes()) as i64;
+            shared = Some((memory, (end.checked_add(line - 1).ok_or_else(too_large)? / line) * line));
+            let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
+            Ok(Made { name, sizes, strides, element, memory, offset, seen })
         };
-        let made: Vec<Made> = outputs.iter().map(of_output).collect::<PyResult<_>>()?;
+        let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
         let layout = calls::layout(layout, align, rows.unwrap_or(&[]))?;
         let core = context.core();
         let place = core.place();
         let format = format.clone();
-        let of_view = |(name, sizes, strides, offset): View| -> PyResult<Seen> {
-            let output = made.iter().find(|made| made.name == name);
+        for (name, sizes, strides, offset) in views.unwrap_or_default() {
+            let output = made.iter_mut().find(|made| made.name == name);
             let output = output.ok_or_else(|| PyValueError::new_err(format!("no output is called {name}")))?;
             must_be_inside(output, &sizes, &strides, offset)?;
-            Ok(Seen { name: output.name, sizes, strides, offset })
-        };
-        let seen = views.unwrap_or_default().into_iter().map(of_view).collect::<PyResult<_>>()?;
-        let prepared = Prepared { core, context: number, format, layout, place, made, column_major, seen };
+            output.seen = Some(Seen { sizes, strides, offset: output.offset + offset });
+        }
+        let prepared = Prepared { core, context: number, format, layout, place, memories, made, column_major };
         let prepared = Arc::new(prepared);
         static NUMBERS: AtomicI64 = AtomicI64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -309,7 +389,7 @@ fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
 fn on_device(
     shim: &'static Shim,
     core: &Core,
-    work: impl FnOnce(&Open, &Stream) -> Result<Vec<Tensor>, Failure> + Send,
+    work: impl FnOnce(&Open, &Stream) -> Result<Results, Failure> + Send,
     used: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
 ) -> Outcome {
     let Some(ordinal) = core.ordinal() else {
@@ -317,7 +397,7 @@ fn on_device(
             let (ep, stream, _held) = core.begin(py, 0)?;
             // Other threads may hold what it needs for a moment.
             let made = py.detach(|| work(&ep, &stream))?;
-            let raised = core.finished_with(py, &ep, || Box::new(used(&made))).err();
+            let raised = core.finished_with(py, &ep, || Box::new(used(&made.tensors))).err();
             Ok((made, raised))
         });
         return done.unwrap_or(Err(Failure::NotHere));
@@ -359,8 +439,34 @@ fn flagged(flags: i64, flag: i64, name: &'static str, tensor: &Tensor) -> Result
 fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
     let given = given(&tensors, plan)?;
-    let work = |ep: &Open, stream: &Stream| prepared.dispatch(shim, ep, stream, &given);
+    let work = |ep: &Open, stream: &Stream| {
+        let slot = handles::slot(shim, &prepared.core).ok_or(Failure::NotHere)?;
+        let (mut made, parts) = prepared.dispatch(shim, ep, stream, &given)?;
+        made.insert(0, prepared.handle(slot, parts));
+        Ok(made.into())
+    };
     // What torch was given lasts as long as the tensors of the call.
+    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+}
+
+/// A dispatch whose handle is a number.
+fn low_latency_dispatched(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
+    let [x, topk_idx] = &tensors;
+    let given = Given {
+        x: read("x", x)?,
+        topk_idx: read("topk_idx", topk_idx)?,
+        topk_weights: None,
+        scales: None,
+        count: None,
+        payload: None,
+    };
+    prepared.must_suit(&given)?;
+    let work = |ep: &Open, stream: &Stream| {
+        let (tensors, parts) = prepared.dispatch(shim, ep, stream, &given)?;
+        let (core, layout) = (prepared.core.clone(), calls::layout_name(prepared.layout));
+        Ok(Results { tensors, number: handles::number(core, prepared.context, layout, parts) })
+    };
     on_device(shim, &prepared.core, work, |made| used(tensors, made))
 }
 
@@ -386,27 +492,45 @@ fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outc
         let to = output.given(&call, 0)?;
         let slot = handles::slot(shim, &prepared.core).ok_or(Failure::NotHere)?;
         let inner = ep.dispatch(stream, &tokens, &to)?;
-        Ok(vec![prepared.handle(slot, inner, room, output.places().to_vec())])
+        let (format, places) = (prepared.format.clone(), output.places().into());
+        Ok(vec![prepared.handle(slot, Parts { inner, tokens: room, format, places })].into())
     };
     on_device(shim, &prepared.core, work, |made| used(tensors, made))
 }
 
 impl Prepared {
-    /// The handle, and the outputs.
+    /// Refuses tensors that are not as low-latency calls have them; Python says why.
+    fn must_suit(&self, given: &Given) -> Result<(), Failure> {
+        let (format, x, ids) = (&self.format, &given.x, &given.topk_idx);
+        let kinds = x.element == Element::Bf16 && matches!(ids.element, Element::I32 | Element::I64);
+        let (&[tokens, hidden], &[of, choices]) = (x.shape(), ids.shape()) else { return Err(Failure::NotHere) };
+        let fits = hidden == format.inner.hidden && tokens <= format.inner.max_tokens && choices <= self.core.top_k();
+        let suits = kinds && fits && of == tokens && x.place() == self.place && ids.place() == self.place;
+        if suits { Ok(()) } else { Err(Failure::NotHere) }
+    }
+
+    /// The outputs, and what a handle is.
     fn dispatch(
         &self,
         shim: &'static Shim,
         ep: &Inside,
         stream: &Stream,
         given: &Given,
-    ) -> Result<Vec<Tensor>, Failure> {
+    ) -> Result<(Vec<Tensor>, Parts), Failure> {
         let call = self.core.call_of(ep, &self.format);
         let (tokens, room) = calls::tokens(&call, given)?;
-        let mut made = Vec::with_capacity(1 + self.made.len());
-        let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::new());
-        for Made { name, sizes, strides, element } in &self.made {
+        let mut memories = Vec::with_capacity(self.memories.len());
+        for Memory { sizes, strides, element } in &self.memories {
             let tensor = shim.empty(sizes, strides, *element, self.place).ok_or(Failure::NotHere)?;
             let address = tensor.address().ok_or(Failure::NotHere)?;
+            memories.push((Some(tensor), address));
+        }
+        // One more for a handle's tensor.
+        let mut made = Vec::with_capacity(1 + self.made.len());
+        let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::with_capacity(self.made.len()));
+        for Made { name, sizes, strides, element, memory, offset, seen } in &self.made {
+            let (tensor, address) = &mut memories[*memory];
+            let address = *address + *offset as u64 * element.bytes() as u64;
             let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
             match *name {
                 "rows" => rows = Some(array),
@@ -414,49 +538,58 @@ impl Prepared {
                 "scales" => scales = Some(array),
                 other => others.push((other, array)),
             }
-            made.push(tensor);
+            let shown = match (seen, tensor.as_ref()) {
+                (Some(seen), Some(tensor)) => tensor.view(&seen.sizes, &seen.strides, seen.offset),
+                _ => tensor.take(),
+            };
+            made.push(shown.ok_or(Failure::NotHere)?);
         }
         let (Some(rows), Some(counts)) = (rows, counts) else { return Err(Failure::NotHere) };
-        let places = rows.places().to_vec();
+        let places = rows.places().into();
         let output = Output::made(self.layout, rows, counts, scales, self.column_major, others).given(&call, 0)?;
-        let slot = handles::slot(shim, &self.core).ok_or(Failure::NotHere)?;
-        for Seen { name, sizes, strides, offset } in &self.seen {
-            let Some(place) = self.made.iter().position(|made| made.name == *name) else { continue };
-            made[place] = made[place].view(sizes, strides, *offset).ok_or(Failure::NotHere)?;
-        }
         let inner = ep.dispatch(stream, &tokens, &output)?;
-        made.insert(0, self.handle(slot, inner, room, places));
-        Ok(made)
+        Ok((made, Parts { inner, tokens: room, format: self.format.clone(), places }))
     }
 
     /// The tensor that stands for a handle.
-    fn handle(&self, slot: Slot, inner: tokenyard::Handle, tokens: usize, places: Vec<usize>) -> Tensor {
-        let parts = Parts { inner, tokens, format: self.format.clone(), places };
+    fn handle(&self, slot: Slot, parts: Parts) -> Tensor {
         slot.filled(self.core.clone(), self.context, calls::layout_name(self.layout), parts)
     }
 }
 
 fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
     let [rows, handle, topk_weights] = &tensors;
-    let (kept, call) = combining(rows, handle, topk_weights, tokens)?;
-    let work = |ep: &Open, stream: &Stream| {
-        let hidden = kept.parts.format.inner.hidden as i64;
-        let (sizes, strides) = ([tokens >> 1, hidden], [hidden, 1]);
-        let out = shim.empty(&sizes, &strides, call.rows.element, kept.core.place()).ok_or(Failure::NotHere)?;
-        call.combine(&kept, ep, stream, &read("out", &out)?, false)?;
-        Ok(vec![out])
-    };
+    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
+    let call = Combining::of(rows, topk_weights, tokens)?;
+    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens >> 1);
+    on_device(shim, &kept.core, work, |made| used(tensors, made))
+}
+
+/// A combine of a dispatch whose handle is a number.
+fn low_latency_combined(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
+    let [rows, topk_idx, topk_weights] = &tensors;
+    let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
+    let (ids, call) = (read("topk_idx", topk_idx)?, Combining::of(rows, topk_weights, WEIGHTS)?);
+    let wanted = [kept.parts.tokens, kept.core.top_k()];
+    let numbers = matches!(ids.element, Element::I32 | Element::I64);
+    let weights = call.weights.as_ref().filter(|weights| weights.shape() == wanted && weights.element == Element::Fp32);
+    if !numbers || ids.shape() != wanted || weights.is_none_or(|weights| weights.must_be_contiguous().is_err()) {
+        return Err(Failure::NotHere);
+    }
+    let tokens = kept.parts.tokens as i64;
+    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens);
     on_device(shim, &kept.core, work, |made| used(tensors, made))
 }
 
 fn combined_into(shim: &'static Shim, tensors: [Tensor; 4], flags: i64) -> Outcome {
     let [rows, handle, topk_weights, out] = &tensors;
-    let (kept, call) = combining(rows, handle, topk_weights, flags)?;
+    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
+    let call = Combining::of(rows, topk_weights, flags)?;
     let to = read("out", out)?;
     let done = vec![out.again().ok_or(Failure::NotHere)?];
     let work = |ep: &Open, stream: &Stream| {
         call.combine(&kept, ep, stream, &to, flags & ACCUMULATE != 0)?;
-        Ok(done)
+        Ok(done.into())
     };
     on_device(shim, &kept.core, work, |made| used(tensors, made))
 }
@@ -468,21 +601,30 @@ struct Combining {
     dtype: Dtype,
 }
 
-/// The handle's dispatch, and the rest.
-fn combining(
-    rows: &Tensor,
-    handle: &Tensor,
-    weights: &Tensor,
-    flags: i64,
-) -> Result<(Arc<handles::Kept>, Combining), Failure> {
-    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
-    let (rows, weights) = (read("rows", rows)?, flagged(flags, WEIGHTS, "topk_weights", weights)?);
-    // torch has bf16 of its own.
-    let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
-    Ok((kept, Combining { rows, weights, dtype }))
-}
-
 impl Combining {
+    fn of(rows: &Tensor, weights: &Tensor, flags: i64) -> Result<Combining, Failure> {
+        let (rows, weights) = (read("rows", rows)?, flagged(flags, WEIGHTS, "topk_weights", weights)?);
+        // torch has bf16 of its own.
+        let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
+        Ok(Combining { rows, weights, dtype })
+    }
+
+    /// Sums of so many tokens, in memory of their own.
+    fn sums(
+        &self,
+        shim: &'static Shim,
+        kept: &handles::Kept,
+        ep: &Open,
+        stream: &Stream,
+        tokens: i64,
+    ) -> Result<Results, Failure> {
+        let (hidden, place) = (kept.parts.format.inner.hidden as i64, kept.core.place());
+        let (sizes, strides) = ([tokens, hidden], [hidden, 1]);
+        let out = shim.empty(&sizes, &strides, self.rows.element, place).ok_or(Failure::NotHere)?;
+        self.combine(kept, ep, stream, &read("out", &out)?, false)?;
+        Ok(vec![out].into())
+    }
+
     fn combine(
         &self,
         kept: &handles::Kept,

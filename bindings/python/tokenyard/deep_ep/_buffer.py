@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
-from .. import _eager, _growth
+from .. import _eager, _growth, _native
 from .._calls import AllToAll
 from .._hosts import Hosts
 from .._native import Error, Format, Output, World
@@ -55,7 +55,7 @@ class LowLatencyHandle(Tuple[Any, ...]):
     def kept(self) -> Optional[Kept]:
         """What calls need; None before the hook has received the dispatch."""
         if self._kept is None and self.planned is not None:
-            self._kept = self.planned.kept()
+            self._kept = _planned.kept(self.planned)
         return self._kept
 
     @kept.setter
@@ -328,12 +328,40 @@ class Buffer:
         With `return_recv_hook` rows are there after `hook()`, and counts, too. An error of a dispatch that took place,
         such as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are
         added to: rows of each local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
-        special = use_nvfp4 or async_finish or return_recv_hook or use_ue8m0 != round_scale or use_ue8m0 > use_fp8
+        kind: Optional[Tuple[Any, ...]] = None
+        special = use_nvfp4 or async_finish or return_recv_hook
         if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
-            tokens = num_max_dispatch_tokens_per_rank
-            planned = self._planned_dispatch(x, topk_idx, tokens, num_experts, use_fp8, use_ue8m0)
-            if planned is not None:
-                return planned
+            if isinstance(num_max_dispatch_tokens_per_rank, int) and isinstance(num_experts, int):
+                kind = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+                shape = self._low_latency.shapes.get(kind)
+                if shape is not None and _eager.plain(x, topk_idx):
+                    planned = self._planned_dispatch(shape, x, topk_idx)
+                    if planned is not None:
+                        return planned
+        return self._low_latency_dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats, x_global_scale, use_fp8, round_scale, use_ue8m0, use_nvfp4, async_finish,
+            return_recv_hook, kind,
+        )
+
+    def _low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Optional[torch.Tensor],
+        dispatch_wait_recv_cost_stats: Optional[torch.Tensor],
+        x_global_scale: Optional[torch.Tensor],
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        use_nvfp4: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        kind: Optional[Tuple[Any, ...]],
+    ) -> Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]:
+        """A call that is the first of its kind, or none for the operator in C."""
         if use_nvfp4 or x_global_scale is not None:
             raise NotImplementedError("use_nvfp4 and x_global_scale: there are no nvfp4 rows; use fp8 or bf16 rows")
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -357,6 +385,11 @@ class Buffer:
         _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
         _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
+        if kind is not None and round_scale == use_ue8m0:
+            # Further calls go by the operator in C, which has no powers of two as fp32 scales.
+            if kind not in self._low_latency.shapes:
+                members = (num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
+                self._low_latency.shapes[kind] = _planned.Shape(ep, call.format, ranks, members)
         output = call.output(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         if self._dispatched is not None:
             self._dispatched.before_next()
@@ -417,9 +450,34 @@ class Buffer:
         given, event and hook. With `zero_copy` as without."""
         special = use_logfmt or async_finish or return_recv_hook or overlap
         if not special and out is combine_wait_recv_cost_stats is src_signals is comp_signal is None:
-            planned = self._planned_combine(x, topk_idx, topk_weights, handle)
-            if planned is not None:
-                return planned
+            planned = getattr(handle, "planned", None)
+            if planned is not None and self._world is not None and _eager.plain(x, topk_idx, topk_weights):
+                if self._combined is not None:
+                    self._combined.before_next()
+                sums = _eager.low_latency_combine(x, topk_idx, topk_weights, planned[0])
+                if sums is not None:
+                    return sums, EventOverlap(), None
+        return self._low_latency_combine(
+            x, topk_idx, topk_weights, handle, use_logfmt, async_finish, return_recv_hook, out,
+            combine_wait_recv_cost_stats, overlap, src_signals, comp_signal,
+        )
+
+    def _low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Tuple[Any, ...],
+        use_logfmt: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        out: Optional[torch.Tensor],
+        combine_wait_recv_cost_stats: Optional[torch.Tensor],
+        overlap: bool,
+        src_signals: Optional[torch.Tensor],
+        comp_signal: Optional[torch.Tensor],
+    ) -> Tuple[torch.Tensor, EventOverlap, Hook]:
+        """A call that is none for the operator in C."""
         if use_logfmt:
             raise NotImplementedError("use_logfmt: partial rows are bf16; leave it out")
         if overlap or src_signals is not None or comp_signal is not None:
@@ -463,44 +521,20 @@ class Buffer:
         return out, event, None
 
     def _planned_dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, tokens: int, experts: int, fp8: bool, ue8m0: bool
+        self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor
     ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
         """A low-latency dispatch by the operator in C; None where the call is to be looked at, or is none for it."""
-        if self._world is None or not _eager.plain(x, topk_idx) or not _planned.usual(x, topk_idx, tokens):
-            return None
-        ep = self._low_latency.there(x, tokens, experts, topk_idx.shape[1])
-        if ep is None:
-            return None
-        scales = None if not fp8 else "ue8m0" if ue8m0 else "fp32"
-        shape = self._low_latency.shapes.get(scales)
-        if shape is None:
-            shape = _planned.Shape(ep, _low_latency_format(x.shape[1], tokens, scales), self.group_size)
-            self._low_latency.shapes[scales] = shape
         if self._dispatched is not None:
             self._dispatched.before_next()
-        made, found = _eager.dispatch(shape.number, x, topk_idx, None, None)
+        made, number, found = _eager.low_latency_dispatch(shape.number, x, topk_idx)
         results = None
-        if made:
-            handle = LowLatencyHandle((made[3], made[4], tokens, x.shape[1], experts))
-            handle.planned = _planned.Dispatched(shape, x.shape[0], made)
-            rows: Rows = made[1] if scales is None else (made[1], made[5])
-            results = rows, made[2], handle, EventOverlap(), None
-        found.raise_with(results)
+        if number:
+            handle = LowLatencyHandle((made[2], made[3], *shape.members))
+            handle.planned = (number, _native.taken_handle(number), shape)
+            results = (made[0], made[4]) if shape.scaled else made[0], made[1], handle, EventOverlap(), None
+        if found is not None:
+            found.raise_with(results)
         return results
-
-    def _planned_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: Any
-    ) -> Optional[Tuple[torch.Tensor, EventOverlap, Hook]]:
-        """A low-latency combine likewise."""
-        planned: Optional[_planned.Dispatched] = getattr(handle, "planned", None)
-        if planned is None or self._world is None or not _eager.plain(x, topk_idx, topk_weights):
-            return None
-        if not planned.takes(topk_idx, topk_weights):
-            return None
-        if self._combined is not None:
-            self._combined.before_next()
-        sums = _eager.combine(x, planned.made[0], topk_weights, planned.tokens)
-        return None if sums is None else (sums, EventOverlap(), None)
 
     def get_next_low_latency_combine_buffer(self, handle: Tuple[Any, ...]) -> torch.Tensor:
         """A tensor `[local experts, rows, hidden]` for the experts' outputs."""

@@ -258,8 +258,8 @@ class LowLatency:
     def __init__(self, hosts: Hosts, timeout: float, shrinks: bool) -> None:
         self._hosts, self._timeout, self._shrinks = hosts, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
-        self.shapes: Dict[Optional[str], Any] = {}
-        """Of dispatches of the context that is there, by the kind of their scales."""
+        self.shapes: Dict[Tuple[Any, ...], Any] = {}
+        """Of dispatches of the context that is there, by the arguments that state their kind."""
 
     def there(self, x: torch.Tensor, tokens: int, experts: int, choices: int) -> Optional[AllToAll]:
         """The one that is there, if calls like this one are for it."""

@@ -32,8 +32,13 @@ class EventOverlap:
 
     `extra_tensors` live as long as this object."""
 
+    event: Optional[EventHandle] = None
+    extra_tensors: Optional[Tuple[Any, ...]] = None
+    _release: bool = False
+
     def __init__(self, event: Optional[EventHandle] = None, extra_tensors: Optional[Tuple[Any, ...]] = None) -> None:
-        self.event, self.extra_tensors, self._release = event, extra_tensors, False
+        if event is not None or extra_tensors is not None:
+            self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """The current stream waits for the event. `release_handle`: this object lets go of it."""
