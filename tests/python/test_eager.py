@@ -564,6 +564,98 @@ def test_low_latency_calls_of_deep_ep_are_those_of_python(options, python_alone)
 
 
 @needs_them
+def test_what_low_latency_calls_refuse_is_what_they_refuse_in_python(monkeypatch):
+    """Calls after one that the operator in C took: wrong tensors raise what they raise in Python, and write nothing."""
+    from tokenyard import deep_ep
+
+    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
+    (world,) = tokenyard.World.threads(1)
+    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+    buffer = deep_ep.Buffer(world, low_latency_mode=True)
+    x, ids, weights = tensors(case, 0)
+    x = x.to(torch.bfloat16)
+    for _ in range(2):
+        handle = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, use_fp8=False)[2]
+    rows = torch.ones((case.experts, case.tokens, case.hidden), dtype=torch.bfloat16, device=DEVICE)
+    dispatches = [
+        (x.float(), ids), (x.view(torch.uint16), ids), (x[0], ids), (x, ids[0]), (x, ids.float()), (x, ids[:-1]), (x[:-1], ids),
+        (torch.cat([x, x]), torch.cat([ids, ids])), (None, ids), (x, None),
+    ]
+    combines = [
+        (rows.to(torch.float8_e4m3fn), ids, weights), (rows[:, :, :-1], ids, weights), (rows, ids[:-1], weights[:-1]),
+        (rows, ids.float(), weights), (rows, ids, weights.half()), (rows, ids, weights[:-1]), (rows, ids, weights[:, :-1]),
+        (None, ids, weights), (rows, None, weights), (rows, ids, None),
+    ]
+
+    def raised(call, *given):
+        try:
+            call(*given)
+        except Exception as error:
+            return type(error), str(error)
+        return None
+
+    def all_of():
+        more = (case.tokens, case.experts, None, None, None, False)
+        found = [raised(buffer.low_latency_dispatch, *given, *more) for given in dispatches]
+        return found + [raised(buffer.low_latency_combine, *given, handle) for given in combines]
+
+    fast = all_of()
+    monkeypatch.setattr(_eager, "DEFINED", False)
+    slow = all_of()
+    monkeypatch.setattr(_eager, "DEFINED", True)
+    for number, (one, other) in enumerate(zip(fast, slow)):
+        assert one == other is not None, (number, one, other)
+    # Weights that are not contiguous, and fewer choices than the context has, are none for the operator.
+    apart = torch.stack([weights, weights], 2)[:, :, 0]
+    sums = buffer.low_latency_combine(rows, ids, apart, handle)[0]
+    wanted = (weights * (ids >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(sums.float(), wanted.expand(-1, case.hidden), rtol=0.01, atol=0)
+    fewer = buffer.low_latency_dispatch(x, ids[:, :2], case.tokens, case.experts, use_fp8=False)[2]
+    sums = buffer.low_latency_combine(rows, ids[:, :2], weights[:, :2].contiguous(), fewer)[0]
+    wanted = (weights * (ids >= 0))[:, :2].sum(1, keepdim=True)
+    torch.testing.assert_close(sums.float(), wanted.expand(-1, case.hidden), rtol=0.01, atol=0)
+    # Rows of another width make another context.
+    for _ in range(2):
+        wide = buffer.low_latency_dispatch(torch.cat([x, x], 1), ids, case.tokens, case.experts, use_fp8=False)[2]
+        assert wide[3] == 2 * case.hidden
+
+
+@needs_them
+def test_handles_that_nobody_takes_go():
+    from tokenyard import deep_ep
+
+    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
+    (world,) = tokenyard.World.threads(1)
+    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+    buffer = deep_ep.Buffer(world, low_latency_mode=True)
+    x, ids, weights = tensors(case, 0)
+    x = x.to(torch.bfloat16)
+    handle = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts)[2]
+    (shape,) = buffer._low_latency.shapes.values()
+    gc.collect()
+    before = _native.operator_handles()
+    numbers = [_eager.low_latency_dispatch(shape.number, x, ids)[1] for _ in range(6)]
+    assert len(set(numbers)) == 6 and min(numbers) > 0 and _native.operator_handles() == before + 4
+    assert _native.taken_handle(numbers[1]) is None
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(_native.taken_handle(numbers[3])))
+    thread.start()
+    thread.join()
+    assert elsewhere == [None]
+    # In any order, and once.
+    taken = [_native.taken_handle(numbers[place]) for place in (3, 5, 2, 4)]
+    assert all(taken) and _native.taken_handle(numbers[3]) is None and _native.operator_handles() == before + 4
+    rows = torch.ones((case.experts, case.tokens, case.hidden), dtype=torch.bfloat16, device=DEVICE)
+    assert _eager.low_latency_combine(rows, ids, weights, numbers[5]) is not None
+    del taken
+    assert _native.operator_handles() == before
+    assert _eager.low_latency_combine(rows, ids, weights, numbers[5]) is None
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
+    del handle
+
+
+@needs_them
 def test_a_buffer_that_is_destroyed_lets_go_of_its_context():
     from tokenyard import deep_ep
 
