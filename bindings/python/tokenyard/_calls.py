@@ -214,7 +214,9 @@ class AllToAll:
             room = self.capacity(layout, align, stated) if capacity is None else capacity
             _must_be_number("capacity", room)
             outputs = [(name, *made) for name, made in self.shapes(layout, room, stated).items()]
-            return _native.Plan(self._context, self._number, stated, layout, align, outputs)
+            small = [name for name, *_ in outputs if name in ("counts", "offsets", "token_experts")]
+            together = small if len(small) > 1 else None
+            return _native.Plan(self._context, self._number, stated, layout, align, outputs, together=together)
 
         return self.planned((format, layout, align, capacity), make)
 
