@@ -16,6 +16,8 @@ from rig import in_ranks, the_torch
 torch = the_torch()
 
 from test_hybrid import NeverWaits  # noqa: E402: after torch
+from tokenyard import _eager  # noqa: E402
+from tokenyard._errors import Found  # noqa: E402
 from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer  # noqa: E402
 
 HIDDEN, LOCAL, TOP_K, RANKS, ALIGN = 256, 2, 2, 2, 4
@@ -285,8 +287,23 @@ def test_no_memory_for_the_output(kind):
     beside(made[kind], without_memory, lambda calls, handle: calls.dispatch(Tokens(9)))
 
 
-def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call():
-    """A dispatch and a combine whose sending half Ctrl-C ended are received by the next ones."""
+@pytest.mark.parametrize("in_c", [False, True])
+def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call(in_c, monkeypatch):
+    """A dispatch and a combine whose sending half Ctrl-C ended are received by the next ones, which operators in C or
+    calls in Python have sent."""
+    if in_c and not _eager.DEFINED:
+        pytest.skip("torch before 2.11 has no interface for operators in C")
+    monkeypatch.setattr(_eager, "DEFINED", in_c)
+    sent, interrupted_ranks = _eager.low_latency_sent, {}
+
+    def by_operator(made, number):
+        found = sent(made, number)
+        if interrupted_ranks.pop(threading.get_ident(), None) is None:
+            return found
+        assert found[1] > 0 and found[2] is None
+        return (*found[:2], Found(KeyboardInterrupt()))
+
+    monkeypatch.setattr(_eager, "low_latency_sent", by_operator)
     first = Tokens(1)
 
     def right_once(buffer, tokens):
@@ -301,6 +318,9 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call():
 
     def interrupted(native, name):
         """A context whose next sending half takes place, and then raises."""
+        if in_c:
+            interrupted_ranks[threading.get_ident()] = name
+            return
         call = getattr(native, name)
 
         def once(*arguments, **named):
@@ -313,7 +333,10 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call():
 
     def work(world):
         buffer = Buffer(world, low_latency_mode=True)
+        # The first call of its kind is one in Python.
+        right_once(buffer, first)
         rows, handle = right_once(buffer, first)
+        assert (handle.planned is not None) == in_c
         ep, tokens = buffer._low_latency.made(), Tokens(5)
         x, ids, weights = tokens.x[world.rank], tokens.ids[world.rank], tokens.weights[world.rank]
         for name in ("dispatch_send", "combine_send"):

@@ -83,7 +83,7 @@ impl Deref for Inside {
 pub(super) struct Handle {
     parts: Arc<Parts>,
     /// By which operators of torch find it.
-    _number: Option<Number>,
+    number: Option<Number>,
 }
 
 /// What a handle is, which tensors of torch's operators keep, too.
@@ -97,12 +97,12 @@ pub(super) struct Parts {
 
 impl Handle {
     pub fn new(parts: Arc<Parts>) -> Handle {
-        Handle { parts, _number: None }
+        Handle { parts, number: None }
     }
 
     /// One that operators of torch find by its number.
     pub fn numbered(parts: Arc<Parts>, number: Number) -> Handle {
-        Handle { parts, _number: Some(number) }
+        Handle { parts, number: Some(number) }
     }
 }
 
@@ -583,6 +583,12 @@ impl Handle {
         self.tokens
     }
 
+    /// By which operators find it; None of one that they have not made.
+    #[getter(number)]
+    pub fn number(&self) -> Option<i64> {
+        self.number.as_ref().map(|number| number.0)
+    }
+
     /// Of the dispatch.
     #[getter(format)]
     fn own_format(&self) -> Format {
@@ -806,7 +812,7 @@ fn kept<const N: usize>(py: Python<'_>, call: &Call<'_>, arrays: [Option<&Bound<
 }
 
 /// The exception, with what the call that raised it made all the same.
-fn with<T>(py: Python<'_>, raised: PyErr, name: &str, made: T) -> PyErr
+pub(super) fn with<T>(py: Python<'_>, raised: PyErr, name: &str, made: T) -> PyErr
 where
     T: PyClass + Into<PyClassInitializer<T>>,
 {

@@ -61,11 +61,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<context::CombineSent>()?;
     module.add_class::<calls::Output>()?;
     module.add_class::<operators::Plan>()?;
+    module.add_class::<operators::Half>()?;
     module.add_function(wrap_pyfunction!(operators::define_operators, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     module.add_function(wrap_pyfunction!(operators::taken_handle, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::taken_half, module)?)?;
     errors::add_to(module)?;
     if let Err(refusal) = cli::install_logger() {
         let text = CString::new(refusal)?;

@@ -33,6 +33,7 @@ def _operator(name: str) -> Any:
 _DISPATCH, _DISPATCH_INTO = _operator("_dispatch"), _operator("_dispatch_into")
 _COMBINE, _COMBINE_INTO = _operator("_combine"), _operator("_combine_into")
 _LOW_LATENCY_DISPATCH, _LOW_LATENCY_COMBINE = _operator("_low_latency_dispatch"), _operator("_low_latency_combine")
+_LOW_LATENCY_SEND, _LOW_LATENCY_SEND_BACK = _operator("_low_latency_send"), _operator("_low_latency_send_back")
 
 
 def plain(*tensors: Optional[torch.Tensor]) -> bool:
@@ -73,8 +74,7 @@ def dispatch(
         x, topk_idx, x if topk_weights is None else topk_weights, x if scales is None else scales, plan | given
     )
     found = _found(made, x.is_cuda)
-    if made and found:
-        # An output without room has no rows.
+    if made and found.without_rows():
         made[1].zero_()
     return made, found
 
@@ -88,11 +88,33 @@ def low_latency_dispatch(
     made, number = _LOW_LATENCY_DISPATCH(x, topk_idx, plan)
     if number > 0:
         return made, number, None
+    return _raised(made, number)
+
+
+def low_latency_sent(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """What an operator made that sent a half, the half's number for `taken_half`, 0 for a call that made nothing, and
+    what it raised, if it did."""
+    return (made, number, None) if number > 0 else _raised(made, number)
+
+
+def _raised(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """A call that made nothing, or raised something."""
     raised = _native.take_pending()
-    if made:
-        # As above.
-        made[0].zero_()
     return made, -number, None if raised is None else Found(raised)
+
+
+def low_latency_send(
+    plan: int, x: torch.Tensor, topk_idx: torch.Tensor
+) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """The sending half of `low_latency_dispatch`, and the outputs that its hook receives."""
+    return low_latency_sent(*_LOW_LATENCY_SEND(x, topk_idx, plan))
+
+
+def low_latency_send_back(
+    rows: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
+) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """The sending half of `low_latency_combine`, and the sums that its hook receives."""
+    return low_latency_sent(*_LOW_LATENCY_SEND_BACK(rows, topk_idx, topk_weights, handle))
 
 
 def low_latency_combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ._native import Error, OrderError, RoutingError
+from ._native import CapacityError, Error, OrderError, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched")
@@ -19,6 +19,11 @@ class Found:
 
     def __bool__(self) -> bool:
         return self._error is not None
+
+    def without_rows(self) -> bool:
+        """Whether the call's output had no room: then it has no rows. After any other error it has those of the ranks
+        whose routing was usable, which count on them."""
+        return isinstance(self._error, CapacityError)
 
     def take(self, error: BaseException, made: str) -> Any:
         """What the call made, by its name among the error's fields, where it is no longer. An error without it is raised

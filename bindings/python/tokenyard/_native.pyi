@@ -12,6 +12,7 @@ __all__ = [
     "Error",
     "Format",
     "GenerationError",
+    "Half",
     "Handle",
     "IncompleteError",
     "InterruptedError",
@@ -32,6 +33,7 @@ __all__ = [
     "operator_handles",
     "run_program",
     "take_pending",
+    "taken_half",
     "taken_handle",
     "version",
 ]
@@ -44,6 +46,7 @@ def operator_handle(key: int) -> Optional[Tuple[int, Handle, str]]: ...
 def operator_handles() -> int: ...
 def take_pending() -> Optional[BaseException]: ...
 def taken_handle(number: int) -> Optional[Handle]: ...
+def taken_half(number: int) -> Optional[Half]: ...
 def run_program(arguments: Sequence[str], program: Optional[str] = None) -> int: ...
 
 class Error(RuntimeError):
@@ -226,6 +229,12 @@ class Handle:
     def tokens(self) -> int: ...
     @property
     def format(self) -> Format: ...
+    @property
+    def number(self) -> Optional[int]: ...
+
+@final
+class Half:
+    def receive(self) -> Optional[Handle]: ...
 
 @final
 class Sent: ...

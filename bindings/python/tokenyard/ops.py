@@ -249,11 +249,12 @@ def _dispatch(
         try:
             handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
         except BaseException as error:
-            # The dispatch took place, also before a Ctrl-C in its wait. An output without room has no rows.
+            # The dispatch took place, also before a Ctrl-C in its wait.
             handle = found.take(error, "handle")
-            made["rows"].zero_()
-            if row_weights:
-                made["row_expert"].fill_(-1)
+            if found.without_rows():
+                made["rows"].zero_()
+                if row_weights:
+                    made["row_expert"].fill_(-1)
     if row_weights:
         _weigh(ep, made)
     made["handle"] = _keep(x, ep, handle, layout, counts)

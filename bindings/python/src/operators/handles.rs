@@ -139,56 +139,79 @@ pub(super) fn found(tensor: &Tensor) -> Option<Arc<Kept>> {
 }
 
 /// The number of a handle, which is found by it as long as this lives.
-pub(crate) struct Number(i64);
+pub(crate) struct Number(pub i64);
 
 static NUMBERED: Mutex<Option<HashMap<i64, Arc<Kept>>>> = Mutex::new(None);
 
-fn numbered() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
+fn by_number() -> MutexGuard<'static, Option<HashMap<i64, Arc<Kept>>>> {
     NUMBERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Number {
     fn drop(&mut self) {
-        let kept = numbered().as_mut().and_then(|numbered| numbered.remove(&self.0));
+        let kept = by_number().as_mut().and_then(|numbered| numbered.remove(&self.0));
         drop(kept);
     }
 }
 
-thread_local! {
-    /// Handles of this thread's last calls that Python has not taken: one, unless a signal's handler called, too, or an
-    /// exception came in between.
-    static UNTAKEN: RefCell<VecDeque<Number>> = const { RefCell::new(VecDeque::new()) };
-}
+/// What this thread's last calls made and Python has not taken, by number: one, unless a signal's handler called, too,
+/// or an exception came in between.
+pub(super) struct Untaken<T>(VecDeque<(i64, T)>);
 const MOST_UNTAKEN: usize = 4;
 
-/// A number for a call's handle, from 1, until `taken_handle` takes it on this thread.
-pub(super) fn number(core: Arc<Core>, context: i64, layout: &'static str, parts: Parts) -> i64 {
+impl<T> Untaken<T> {
+    pub const fn new() -> Untaken<T> {
+        Untaken(VecDeque::new())
+    }
+
+    /// Returns the oldest, if there are too many.
+    pub fn put(&mut self, number: i64, made: T) -> Option<T> {
+        self.0.push_back((number, made));
+        if self.0.len() > MOST_UNTAKEN { self.0.pop_front().map(|(_, made)| made) } else { None }
+    }
+
+    pub fn take(&mut self, number: i64) -> Option<T> {
+        let place = self.0.iter().rposition(|(untaken, _)| *untaken == number)?;
+        self.0.remove(place).map(|(_, made)| made)
+    }
+}
+
+thread_local! {
+    static UNTAKEN: RefCell<Untaken<Handle>> = const { RefCell::new(Untaken::new()) };
+}
+
+/// From 1.
+pub(super) fn next_number() -> i64 {
     static NUMBERS: AtomicI64 = AtomicI64::new(1);
-    let kept = Arc::new(Kept { core, parts: Arc::new(parts), context, layout });
-    let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-    numbered().get_or_insert_with(HashMap::new).insert(number, kept);
-    let oldest = UNTAKEN.with_borrow_mut(|untaken| {
-        untaken.push_back(Number(number));
-        if untaken.len() > MOST_UNTAKEN { untaken.pop_front() } else { None }
-    });
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
+}
+
+/// A handle that operators find by its number.
+pub(super) fn numbered(core: Arc<Core>, context: i64, layout: &'static str, parts: Parts) -> Handle {
+    let (parts, number) = (Arc::new(parts), next_number());
+    let kept = Arc::new(Kept { core, parts: parts.clone(), context, layout });
+    by_number().get_or_insert_with(HashMap::new).insert(number, kept);
+    Handle::numbered(parts, Number(number))
+}
+
+/// A number for a call's handle, until `taken_handle` takes it on this thread.
+pub(super) fn number(handle: Handle) -> i64 {
+    let number = handle.number().unwrap_or(0);
+    let oldest = UNTAKEN.with_borrow_mut(|untaken| untaken.put(number, handle));
     drop(oldest);
     number
 }
 
 /// What a number stands for.
 pub(super) fn of_number(number: i64) -> Option<Arc<Kept>> {
-    numbered().as_ref()?.get(&number).cloned()
+    by_number().as_ref()?.get(&number).cloned()
 }
 
 /// The handle of a number that a call of this thread returned; once, and None after four calls whose handles nobody
 /// took.
 #[pyfunction]
 pub(crate) fn taken_handle(number: i64) -> Option<Handle> {
-    let number = UNTAKEN.with_borrow_mut(|untaken| {
-        let place = untaken.iter().rposition(|untaken| untaken.0 == number)?;
-        untaken.remove(place)
-    })?;
-    Some(Handle::numbered(of_number(number.0)?.parts.clone(), number))
+    UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))
 }
 
 /// The context's number, handle and layout of a tensor that stands for one, by its number or address.
@@ -201,5 +224,5 @@ pub(crate) fn operator_handle(key: i64) -> Option<(i64, Handle, &'static str)> {
 /// How many handles of operators live.
 #[pyfunction]
 pub(crate) fn operator_handles() -> usize {
-    handles().as_ref().map_or(0, HashMap::len) + numbered().as_ref().map_or(0, HashMap::len)
+    handles().as_ref().map_or(0, HashMap::len) + by_number().as_ref().map_or(0, HashMap::len)
 }

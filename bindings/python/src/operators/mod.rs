@@ -6,11 +6,12 @@
 //! A call has no Python in it: torch gives back the interpreter's lock, and on a GPU the kernel takes it for errors
 //! alone. It returns no tensors where the call is none for it, or raises something, which `take_pending` then has.
 
+mod halves;
 mod handles;
 mod shim;
 
-use super::arrays::{Array, Element, Place, packed};
-use super::calls::{self, Given, Output};
+use super::arrays::{Array, Dimensions, Element, Place, packed};
+use super::calls::{self, Call, Given, Output};
 use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
 use super::formats::Format;
@@ -27,6 +28,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokenyard::{Dtype, Layout, Stream};
 
+pub(super) use halves::{Half, taken_half};
 pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
 
 /// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
@@ -42,6 +44,10 @@ const COMBINE_INTO: &CStr =
 /// The number is the handle's; negative where the call raised something and took place all the same, and 0 where it did
 /// not. Tensors that are not as low-latency calls have them are none for these operators.
 const LOW_LATENCY_DISPATCH: &CStr = c"_low_latency_dispatch(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
+/// The number is that of a sent half, for `taken_half`.
+const LOW_LATENCY_SEND: &CStr = c"_low_latency_send(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
+const LOW_LATENCY_SEND_BACK: &CStr =
+    c"_low_latency_send_back(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> (Tensor[], int)";
 const LOW_LATENCY_COMBINE: &CStr =
     c"_low_latency_combine(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> Tensor[]";
 /// Flags in the lowest bits of `plan` and `tokens`, and of `flags`.
@@ -68,6 +74,8 @@ pub(super) fn define_operators() -> bool {
                 && operators.define(shim, c"_combine_into", COMBINE_INTO, combine_into)
                 && operators.define(shim, c"_low_latency_dispatch", LOW_LATENCY_DISPATCH, low_latency_dispatch)
                 && operators.define(shim, c"_low_latency_combine", LOW_LATENCY_COMBINE, low_latency_combine)
+                && operators.define(shim, c"_low_latency_send", LOW_LATENCY_SEND, low_latency_send)
+                && operators.define(shim, c"_low_latency_send_back", LOW_LATENCY_SEND_BACK, low_latency_send_back)
         })
     })
 }
@@ -197,6 +205,16 @@ unsafe extern "C" fn low_latency_dispatch(stack: *mut u64, _arguments: u64, _res
 unsafe extern "C" fn low_latency_combine(stack: *mut u64, _arguments: u64, _results: u64) {
     // SAFETY: `LOW_LATENCY_COMBINE` has three tensors, a number and a list.
     unsafe { run(stack, low_latency_combined) };
+}
+
+unsafe extern "C" fn low_latency_send(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `LOW_LATENCY_SEND` has two tensors, a number, a list and a number.
+    unsafe { run(stack, low_latency_sent) };
+}
+
+unsafe extern "C" fn low_latency_send_back(stack: *mut u64, _arguments: u64, _results: u64) {
+    // SAFETY: `LOW_LATENCY_SEND_BACK` has three tensors, a number, a list and a number.
+    unsafe { run(stack, low_latency_sent_back) };
 }
 
 /// Memory of one output, or of several.
@@ -451,23 +469,42 @@ fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
 
 /// A dispatch whose handle is a number.
 fn low_latency_dispatched(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
-    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let [x, topk_idx] = &tensors;
-    let given = Given {
-        x: read("x", x)?,
-        topk_idx: read("topk_idx", topk_idx)?,
-        topk_weights: None,
-        scales: None,
-        count: None,
-        payload: None,
-    };
-    prepared.must_suit(&given)?;
+    let (prepared, given) = low_latency_given(&tensors, plan)?;
     let work = |ep: &Open, stream: &Stream| {
         let (tensors, parts) = prepared.dispatch(shim, ep, stream, &given)?;
         let (core, layout) = (prepared.core.clone(), calls::layout_name(prepared.layout));
-        Ok(Results { tensors, number: handles::number(core, prepared.context, layout, parts) })
+        let handle = handles::numbered(core, prepared.context, layout, parts);
+        Ok(Results { tensors, number: handles::number(handle) })
     };
     on_device(shim, &prepared.core, work, |made| used(tensors, made))
+}
+
+/// Its sending half.
+fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
+    let (prepared, given) = low_latency_given(&tensors, plan)?;
+    let kept: Vec<Tensor> = tensors.iter().filter_map(Tensor::again).collect();
+    let work = |ep: &Open, stream: &Stream| {
+        let call = prepared.core.call_of(ep, &prepared.format);
+        let (tokens, room) = calls::tokens(&call, &given)?;
+        let (made, output, places) = prepared.outputs(shim, &call)?;
+        let sent = ep.dispatch_send(stream, &tokens)?;
+        let Prepared { context, layout, ref format, ref core, .. } = *prepared;
+        let sent =
+            halves::Way::Dispatch { sent, output, context, layout, tokens: room, format: format.clone(), places };
+        let used = kept.into_iter().chain(made.iter().filter_map(Tensor::again)).collect();
+        Ok(Results { number: halves::number(core.clone(), sent, used), tensors: made })
+    };
+    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+}
+
+/// What a low-latency dispatch is given.
+fn low_latency_given(tensors: &[Tensor; 2], plan: i64) -> Result<(Arc<Prepared>, Given), Failure> {
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
+    let [x, topk_idx] = tensors;
+    let (x, topk_idx) = (read("x", x)?, read("topk_idx", topk_idx)?);
+    let given = Given { x, topk_idx, topk_weights: None, scales: None, count: None, payload: None };
+    prepared.must_suit(&given)?;
+    Ok((prepared, given))
 }
 
 fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outcome {
@@ -519,6 +556,17 @@ impl Prepared {
     ) -> Result<(Vec<Tensor>, Parts), Failure> {
         let call = self.core.call_of(ep, &self.format);
         let (tokens, room) = calls::tokens(&call, given)?;
+        let (made, output, places) = self.outputs(shim, &call)?;
+        let inner = ep.dispatch(stream, &tokens, &output)?;
+        Ok((made, Parts { inner, tokens: room, format: self.format.clone(), places }))
+    }
+
+    /// The outputs, as torch and as the API take them, and where rows lie.
+    fn outputs(
+        &self,
+        shim: &'static Shim,
+        call: &Call<'_>,
+    ) -> Result<(Vec<Tensor>, tokenyard::Output, Dimensions), Failure> {
         let mut memories = Vec::with_capacity(self.memories.len());
         for Memory { sizes, strides, element } in &self.memories {
             let tensor = shim.empty(sizes, strides, *element, self.place).ok_or(Failure::NotHere)?;
@@ -546,9 +594,8 @@ impl Prepared {
         }
         let (Some(rows), Some(counts)) = (rows, counts) else { return Err(Failure::NotHere) };
         let places = rows.places().into();
-        let output = Output::made(self.layout, rows, counts, scales, self.column_major, others).given(&call, 0)?;
-        let inner = ep.dispatch(stream, &tokens, &output)?;
-        Ok((made, Parts { inner, tokens: room, format: self.format.clone(), places }))
+        let output = Output::made(self.layout, rows, counts, scales, self.column_major, others).given(call, 0)?;
+        Ok((made, output, places))
     }
 
     /// The tensor that stands for a handle.
@@ -567,7 +614,34 @@ fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
 
 /// A combine of a dispatch whose handle is a number.
 fn low_latency_combined(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
-    let [rows, topk_idx, topk_weights] = &tensors;
+    let (kept, call) = low_latency_combining(&tensors, handle)?;
+    let tokens = kept.parts.tokens as i64;
+    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens);
+    on_device(shim, &kept.core, work, |made| used(tensors, made))
+}
+
+/// Its sending half.
+fn low_latency_sent_back(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
+    let (kept, combining) = low_latency_combining(&tensors, handle)?;
+    let mut reads: Vec<Tensor> = tensors.iter().filter_map(Tensor::again).collect();
+    let work = |ep: &Open, stream: &Stream| {
+        let (core, parts) = (&kept.core, &kept.parts);
+        let call = core.call_of(ep, &parts.format);
+        let out = combining.empty(shim, &kept, parts.tokens as i64)?;
+        let (from, _) =
+            core.expert_rows(&call, &combining.rows, parts, combining.weights.as_ref(), Some(combining.dtype))?;
+        let to = core.sums(&call, &read("out", &out)?, false, None)?;
+        let sent = ep.combine_send(stream, &parts.inner, &from)?;
+        reads.extend(out.again());
+        let number = halves::number(core.clone(), halves::Way::Combine { sent, to }, reads);
+        Ok(Results { tensors: vec![out], number })
+    };
+    on_device(shim, &kept.core, work, |made| used(tensors, made))
+}
+
+/// What a low-latency combine is given.
+fn low_latency_combining(tensors: &[Tensor; 3], handle: i64) -> Result<(Arc<handles::Kept>, Combining), Failure> {
+    let [rows, topk_idx, topk_weights] = tensors;
     let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
     let (ids, call) = (read("topk_idx", topk_idx)?, Combining::of(rows, topk_weights, WEIGHTS)?);
     let wanted = [kept.parts.tokens, kept.core.top_k()];
@@ -577,9 +651,7 @@ fn low_latency_combined(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) 
     if !numbers || ids.shape() != wanted || weights.is_none_or(|weights| weights.must_be_contiguous().is_err()) {
         return Err(Failure::NotHere);
     }
-    let tokens = kept.parts.tokens as i64;
-    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens);
-    on_device(shim, &kept.core, work, |made| used(tensors, made))
+    Ok((kept, call))
 }
 
 fn combined_into(shim: &'static Shim, tensors: [Tensor; 4], flags: i64) -> Outcome {
@@ -619,11 +691,16 @@ impl Combining {
         stream: &Stream,
         tokens: i64,
     ) -> Result<Results, Failure> {
-        let (hidden, place) = (kept.parts.format.inner.hidden as i64, kept.core.place());
-        let (sizes, strides) = ([tokens, hidden], [hidden, 1]);
-        let out = shim.empty(&sizes, &strides, self.rows.element, place).ok_or(Failure::NotHere)?;
+        let out = self.empty(shim, kept, tokens)?;
         self.combine(kept, ep, stream, &read("out", &out)?, false)?;
         Ok(vec![out].into())
+    }
+
+    /// Memory of sums of so many tokens.
+    fn empty(&self, shim: &'static Shim, kept: &handles::Kept, tokens: i64) -> Result<Tensor, Failure> {
+        let (hidden, place) = (kept.parts.format.inner.hidden as i64, kept.core.place());
+        let (sizes, strides) = ([tokens, hidden], [hidden, 1]);
+        shim.empty(&sizes, &strides, self.rows.element, place).ok_or(Failure::NotHere)
     }
 
     fn combine(

@@ -329,13 +329,14 @@ class Buffer:
         such as `RoutingError`, has these results as its `dispatched`: call their hook, and combine them. The stats are
         added to: rows of each local expert, and nanoseconds (DeepEP: cycles) waited for each rank."""
         kind: Optional[Tuple[Any, ...]] = None
-        special = use_nvfp4 or async_finish or return_recv_hook
+        special = use_nvfp4 or async_finish
         if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
             if isinstance(num_max_dispatch_tokens_per_rank, int) and isinstance(num_experts, int):
                 kind = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
                 shape = self._low_latency.shapes.get(kind)
                 if shape is not None and _eager.plain(x, topk_idx):
-                    planned = self._planned_dispatch(shape, x, topk_idx)
+                    planned_call = self._planned_send if return_recv_hook else self._planned_dispatch
+                    planned = planned_call(shape, x, topk_idx)
                     if planned is not None:
                         return planned
         return self._low_latency_dispatch(
@@ -448,15 +449,20 @@ class Buffer:
     ) -> Tuple[torch.Tensor, EventOverlap, Hook]:
         """The weighted sums `[tokens, hidden]` of the experts' outputs `[local experts, rows, hidden]`, in `out` if it is
         given, event and hook. With `zero_copy` as without."""
-        special = use_logfmt or async_finish or return_recv_hook or overlap
+        special = use_logfmt or async_finish or overlap
         if not special and out is combine_wait_recv_cost_stats is src_signals is comp_signal is None:
             planned = getattr(handle, "planned", None)
             if planned is not None and self._world is not None and _eager.plain(x, topk_idx, topk_weights):
                 if self._combined is not None:
                     self._combined.before_next()
-                sums = _eager.low_latency_combine(x, topk_idx, topk_weights, planned[0])
-                if sums is not None:
-                    return sums, EventOverlap(), None
+                if return_recv_hook:
+                    sent = self._planned_send_back(x, topk_idx, topk_weights, planned[0])
+                    if sent is not None:
+                        return sent
+                else:
+                    sums = _eager.low_latency_combine(x, topk_idx, topk_weights, planned[0])
+                    if sums is not None:
+                        return sums, EventOverlap(), None
         return self._low_latency_combine(
             x, topk_idx, topk_weights, handle, use_logfmt, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats, overlap, src_signals, comp_signal,
@@ -536,6 +542,38 @@ class Buffer:
             found.raise_with(results)
         return results
 
+    def _planned_send(
+        self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor
+    ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
+        """Its sending half. Combine needs the handle, which the hook completes."""
+        if self._dispatched is not None:
+            self._dispatched.before_next()
+        made, number, found = _eager.low_latency_send(shape.number, x, topk_idx)
+        results = None
+        half = _native.taken_half(number) if number else None
+        if half is not None:
+            handle = LowLatencyHandle((made[2], made[3], *shape.members))
+            self._dispatched = _Hook(functools.partial(_planned.receive, half, shape, handle))
+            rows: Rows = (made[0], made[4]) if shape.scaled else made[0]
+            results = rows, made[1], handle, EventOverlap(), self._dispatched
+        if found is not None:
+            # Unusable routing: the dispatch goes on without this rank's tokens, and is to be received.
+            found.raise_with(results)
+        return results
+
+    def _planned_send_back(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
+    ) -> Optional[Tuple[torch.Tensor, EventOverlap, Hook]]:
+        """The sending half of a combine by the operator; None likewise."""
+        made, number, found = _eager.low_latency_send_back(x, topk_idx, topk_weights, handle)
+        half = _native.taken_half(number) if number else None
+        if half is not None:
+            # After Ctrl-C, say, the next combine receives it.
+            self._combined = _Hook(half.receive)
+        if found is not None:
+            found.raise_with(None)
+        return None if half is None else (made[0], EventOverlap(), self._combined)
+
     def get_next_low_latency_combine_buffer(self, handle: Tuple[Any, ...]) -> torch.Tensor:
         """A tensor `[local experts, rows, hidden]` for the experts' outputs."""
         kept = _kept(handle, LowLatencyHandle)
@@ -597,8 +635,8 @@ class _Hook:
     call the hook. A context receives one call before it sends the next, so `before_next` receives, and the hook then
     waits for that."""
 
-    def __init__(self, receive: Callable[[], None]) -> None:
-        self._receive: Optional[Callable[[], None]] = receive
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        self._receive: Optional[Callable[[], Any]] = receive
         self._event: Optional[EventHandle] = None
         self._failure: Optional[Error] = None
         self._called = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from .. import _native
 from .._calls import AllToAll
@@ -32,6 +32,19 @@ def kept(dispatched: Dispatched) -> Kept:
     _number, handle, shape = dispatched
     assert handle is not None  # of a call that took place
     return Kept(shape.ep, handle, handle.tokens, shape.capacity, shape.format)
+
+
+def receive(half: _native.Half, shape: Shape, handle: Any) -> None:
+    """The hook of a dispatch: receives it, and completes its handle, also where the call found an error."""
+    try:
+        received = half.receive()
+    except BaseException as error:
+        received = getattr(error, "handle", None)
+        if received is not None:
+            handle.planned = (received.number, received, shape)
+        raise
+    assert received is not None  # of a dispatch
+    handle.planned = (received.number, received, shape)
 
 
 def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:

@@ -1,0 +1,119 @@
+//! Halves of low-latency calls that operators sent, which hooks receive.
+
+use super::handles::{self, Untaken};
+use super::shim::{Tensor, shim};
+use crate::arrays::Dimensions;
+use crate::calls;
+use crate::context::{Core, Handle, Parts, with};
+use crate::errors;
+use crate::formats::Format;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
+use tokenyard::{CombineSent, Combined, Layout, Output, Sent};
+
+/// A sent dispatch or combine that is to be received, into the tensors that the operator made.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(crate) struct Half {
+    core: Arc<Core>,
+    inner: Mutex<Option<Inner>>,
+}
+
+struct Inner {
+    sent: Way,
+    /// What the call reads and writes.
+    used: Vec<Tensor>,
+}
+
+pub(super) enum Way {
+    Dispatch {
+        sent: Sent,
+        output: Output,
+        context: i64,
+        layout: Layout,
+        tokens: usize,
+        format: Format,
+        places: Dimensions,
+    },
+    Combine {
+        sent: CombineSent,
+        to: Combined,
+    },
+}
+
+thread_local! {
+    static UNTAKEN: RefCell<Untaken<Half>> = const { RefCell::new(Untaken::new()) };
+}
+
+/// A number for a half, from 1, until `taken_half` takes it on this thread.
+pub(super) fn number(core: Arc<Core>, sent: Way, used: Vec<Tensor>) -> i64 {
+    let half = Half { core, inner: Mutex::new(Some(Inner { sent, used })) };
+    let number = handles::next_number();
+    let oldest = UNTAKEN.with_borrow_mut(|untaken| untaken.put(number, half));
+    drop(oldest);
+    number
+}
+
+/// The half of a number that a call of this thread returned; once, and None after four calls whose halves nobody took.
+#[pyfunction]
+pub(crate) fn taken_half(number: i64) -> Option<Half> {
+    UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))
+}
+
+#[pymethods]
+impl Half {
+    /// Receives on the stream of torch that is current. Of a dispatch it returns the handle, which an error of a
+    /// dispatch that took place has as its `handle`.
+    fn receive(&self, py: Python<'_>) -> PyResult<Option<Handle>> {
+        let stream = self.core.ordinal().map(|ordinal| shim().and_then(|shim| shim.current_stream(ordinal)));
+        let no_stream = || PyRuntimeError::new_err("torch has no current stream");
+        let stream = stream.map_or(Ok(0), |found| found.ok_or_else(no_stream))?;
+        let (ep, stream, _held) = self.core.begin(py, stream)?;
+        let Some(Inner { sent, used }) = self.take() else {
+            return Err(PyValueError::new_err("this half was received already: receive each half once"));
+        };
+        let used = Mutex::new(used);
+        let handle = match sent {
+            Way::Dispatch { sent, output, context, layout, tokens, format, places } => {
+                match py.detach(|| ep.dispatch_recv(&stream, sent, &output)) {
+                    Ok(inner) => {
+                        let parts = Parts { inner, tokens, format, places };
+                        Some(handles::numbered(self.core.clone(), context, calls::layout_name(layout), parts))
+                    }
+                    Err(refused) => {
+                        let sent = *refused.given;
+                        let sent = Way::Dispatch { sent, output, context, layout, tokens, format, places };
+                        return Err(self.left(py, sent, used, &refused.error));
+                    }
+                }
+            }
+            Way::Combine { sent, to } => match py.detach(|| ep.combine_recv(&stream, sent, &to)) {
+                Ok(()) => None,
+                Err(refused) => {
+                    let sent = Way::Combine { sent: *refused.given, to };
+                    return Err(self.left(py, sent, used, &refused.error));
+                }
+            },
+        };
+        match (self.core.finished_with(py, &ep, || Box::new(used)), handle) {
+            (Ok(()), handle) => Ok(handle),
+            // The dispatch took place: other ranks combine it, and so must this one.
+            (Err(raised), Some(handle)) => Err(with(py, raised, "handle", handle)),
+            (Err(raised), None) => Err(raised),
+        }
+    }
+}
+
+impl Half {
+    fn take(&self) -> Option<Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Leaves what was refused to be received again.
+    fn left(&self, py: Python<'_>, sent: Way, used: Mutex<Vec<Tensor>>, error: &tokenyard::Error) -> PyErr {
+        let used = used.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Inner { sent, used });
+        errors::raised(py, error)
+    }
+}
