@@ -682,6 +682,90 @@ def test_unusable_routing_of_a_low_latency_call_is_that_of_python(hooks, python_
             assert bool(one[2].any()) == (one[0] is None)
 
 
+def test_a_hook_receives_after_an_error_that_came_in_its_place():
+    from tokenyard.deep_ep._buffer import _Hook
+
+    def hook_of(*raised):
+        left = [*raised, None]
+
+        def receive():
+            calls.append(left[0])
+            error = left.pop(0)
+            if error is not None:
+                raise error
+
+        calls = []
+        return _Hook(receive), calls
+
+    earlier = tokenyard.RoutingError("an earlier call's")
+    hook, calls = hook_of(earlier)
+    with pytest.raises(tokenyard.RoutingError):
+        hook()
+    hook()
+    assert calls == [earlier, None]
+    with pytest.raises(ValueError, match="called already"):
+        hook()
+    # By the next call: the hook has the error, once.
+    hook, calls = hook_of(earlier)
+    hook.before_next()
+    hook.before_next()
+    assert calls == [earlier, None]
+    with pytest.raises(tokenyard.RoutingError):
+        hook()
+    with pytest.raises(ValueError, match="called already"):
+        hook()
+    # Of a call that took place, or was received, there is no second.
+    own = tokenyard.RoutingError("its own")
+    own.handle = None
+    for error in (own, ValueError("received already")):
+        hook, calls = hook_of(error)
+        hook.before_next()
+        assert calls == [error]
+
+
+@needs_them
+def test_a_hook_that_fails_has_the_handle():
+    from types import SimpleNamespace
+
+    from tokenyard.deep_ep import _planned
+
+    def receive():
+        error = KeyboardInterrupt()
+        error.handle = SimpleNamespace(number=7)
+        raise error
+
+    handle = SimpleNamespace(planned=None)
+    with pytest.raises(KeyboardInterrupt):
+        _planned.receive(SimpleNamespace(receive=receive), "shape", handle)
+    assert handle.planned[0] == 7 and handle.planned[2] == "shape"
+
+
+@needs_them
+def test_unusable_routing_of_a_hooks_call_on_a_gpu():
+    """The hook raises it in place of its work, and receives when it is called again; the next call is right."""
+    from tokenyard import deep_ep
+
+    if DEVICE != "cuda":
+        pytest.skip("the CPU device tells of routing in the call itself: run it with TOKENYARD_TEST_DEVICE=cuda")
+    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
+    (world,) = tokenyard.World.threads(1)
+    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+    buffer = deep_ep.Buffer(world, low_latency_mode=True)
+    x, ids, weights = tensors(case, 0)
+    x = x.to(torch.bfloat16)
+    for given in (ids, torch.full_like(ids, 99), ids):
+        got = buffer.low_latency_dispatch(x, given, case.tokens, case.experts, use_fp8=False, return_recv_hook=True)
+        torch.cuda.current_stream().synchronize()
+        if given is not ids:
+            with pytest.raises(tokenyard.RoutingError):
+                got[4]()
+        got[4]()
+        sums, _, hook = buffer.low_latency_combine(got[0], ids, weights, got[2], return_recv_hook=True)
+        hook()
+        torch.cuda.current_stream().synchronize()
+        assert bool(sums.any()) == (given is ids)
+
+
 @needs_them
 def test_handles_that_nobody_takes_go():
     from tokenyard import deep_ep

@@ -27,19 +27,23 @@ struct Inner {
 }
 
 pub(super) enum Way {
-    Dispatch {
-        sent: Sent,
-        output: Output,
-        context: i64,
-        layout: Layout,
-        tokens: usize,
-        format: Format,
-        places: Dimensions,
-    },
-    Combine {
-        sent: CombineSent,
-        to: Combined,
-    },
+    Dispatch(Box<DispatchHalf>),
+    Combine(Box<CombineHalf>),
+}
+
+pub(super) struct DispatchHalf {
+    pub sent: Sent,
+    pub output: Output,
+    pub context: i64,
+    pub layout: Layout,
+    pub tokens: usize,
+    pub format: Format,
+    pub places: Dimensions,
+}
+
+pub(super) struct CombineHalf {
+    pub sent: CombineSent,
+    pub to: Combined,
 }
 
 thread_local! {
@@ -75,7 +79,8 @@ impl Half {
         };
         let used = Mutex::new(used);
         let handle = match sent {
-            Way::Dispatch { sent, output, context, layout, tokens, format, places } => {
+            Way::Dispatch(half) => {
+                let DispatchHalf { sent, output, context, layout, tokens, format, places } = *half;
                 match py.detach(|| ep.dispatch_recv(&stream, sent, &output)) {
                     Ok(inner) => {
                         let parts = Parts { inner, tokens, format, places };
@@ -83,18 +88,21 @@ impl Half {
                     }
                     Err(refused) => {
                         let sent = *refused.given;
-                        let sent = Way::Dispatch { sent, output, context, layout, tokens, format, places };
-                        return Err(self.left(py, sent, used, &refused.error));
+                        let half = DispatchHalf { sent, output, context, layout, tokens, format, places };
+                        return Err(self.left(py, Way::Dispatch(Box::new(half)), used, &refused.error));
                     }
                 }
             }
-            Way::Combine { sent, to } => match py.detach(|| ep.combine_recv(&stream, sent, &to)) {
-                Ok(()) => None,
-                Err(refused) => {
-                    let sent = Way::Combine { sent: *refused.given, to };
-                    return Err(self.left(py, sent, used, &refused.error));
+            Way::Combine(half) => {
+                let CombineHalf { sent, to } = *half;
+                match py.detach(|| ep.combine_recv(&stream, sent, &to)) {
+                    Ok(()) => None,
+                    Err(refused) => {
+                        let half = CombineHalf { sent: *refused.given, to };
+                        return Err(self.left(py, Way::Combine(Box::new(half)), used, &refused.error));
+                    }
                 }
-            },
+            }
         };
         match (self.core.finished_with(py, &ep, || Box::new(used)), handle) {
             (Ok(()), handle) => Ok(handle),

@@ -489,8 +489,9 @@ fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Out
         let (made, output, places) = prepared.outputs(shim, &call)?;
         let sent = ep.dispatch_send(stream, &tokens)?;
         let Prepared { context, layout, ref format, ref core, .. } = *prepared;
-        let sent =
-            halves::Way::Dispatch { sent, output, context, layout, tokens: room, format: format.clone(), places };
+        let format = format.clone();
+        let half = halves::DispatchHalf { sent, output, context, layout, tokens: room, format, places };
+        let sent = halves::Way::Dispatch(Box::new(half));
         let used = kept.into_iter().chain(made.iter().filter_map(Tensor::again)).collect();
         Ok(Results { number: halves::number(core.clone(), sent, used), tensors: made })
     };
@@ -633,7 +634,8 @@ fn low_latency_sent_back(shim: &'static Shim, tensors: [Tensor; 3], handle: i64)
         let to = core.sums(&call, &read("out", &out)?, false, None)?;
         let sent = ep.combine_send(stream, &parts.inner, &from)?;
         reads.extend(out.again());
-        let number = halves::number(core.clone(), halves::Way::Combine { sent, to }, reads);
+        let number =
+            halves::number(core.clone(), halves::Way::Combine(Box::new(halves::CombineHalf { sent, to })), reads);
         Ok(Results { tensors: vec![out], number })
     };
     on_device(shim, &kept.core, work, |made| used(tensors, made))

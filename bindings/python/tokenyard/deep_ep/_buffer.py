@@ -644,10 +644,10 @@ class _Hook:
     def __call__(self) -> None:
         if self._called:
             raise ValueError("this hook was called already: call the hook of each call once")
-        self._called = True
         if self._receive is not None:
-            receive, self._receive = self._receive, None
-            receive()
+            # An error that came in its place, such as an earlier call's on a GPU, leaves it to another call of the hook.
+            self._receive()
+        self._called, self._receive = True, None
         if self._event is not None:
             self._event.current_stream_wait()
         if self._failure is not None:
@@ -658,10 +658,18 @@ class _Hook:
         if self._receive is None:
             return
         receive, self._receive = self._receive, None
-        try:
-            receive()
-        except Error as failure:
-            self._failure = failure
+        for _ in range(2):
+            try:
+                receive()
+            except Error as failure:
+                self._failure = failure
+                if not (hasattr(failure, "handle") or getattr(failure, "fatal", False)):
+                    # An earlier call's error came in its place.
+                    continue
+            except ValueError:
+                # It was received, by a hook whose wait Ctrl-C ended.
+                pass
+            break
         self._event = EventHandle()
 
 
