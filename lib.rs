@@ -205,7 +205,7 @@
 //! # Waits
 //!
 //! Every wait of the host has a name and a deadline. An [`Interrupt`] ends a thread's waits before their deadlines, as
-//! for a signal. docs/design.md lists all waits.
+//! for a signal. docs/failure.md lists all waits.
 //!
 //! # Teardown
 //!

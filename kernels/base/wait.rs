@@ -4,7 +4,7 @@
 //! CPU world it yields to the fiber scheduler instead; the executor installs that hook for its thread.
 //!
 //! `poll` waits whatever happens: for destructors, and where memory depends on the event. `poll_unless` ends where an
-//! interrupt is raised (`interrupt.rs`). docs/design.md, "Waits", lists them.
+//! interrupt is raised (`interrupt.rs`). docs/failure.md, "Waits", lists them.
 
 use super::interrupt;
 use super::{Error, Result};

@@ -93,7 +93,7 @@ struct SourceRows {
 TY_DEVICE u32 row_of_sum(const CombineArgs auto &a, const Round &round, u32 link, i32 row) {
   const auto &c = a.context;
   u32 n = static_cast<u32>(row) - round_range(c, a.handle.wire_rows, link, round).first;
-  // Out of range only in another call's handle: see "Calls that overlap" in docs/design.md.
+  // Out of range only in another call's handle: see "Calls that overlap" in docs/failure.md.
   return c.rounds == 1 ? n : smaller(n, c.round_tokens - 1);
 }
 

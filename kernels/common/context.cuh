@@ -346,7 +346,7 @@ TY_DEVICE Progress ask_progress(const Context auto &c, u32 direction) {
 // Counts a block of a guarded launch, and loads the words again, once for all its threads: other launches may change
 // them meanwhile, and warps that decided differently would wait for each other at barriers for ever. The launch
 // overlaps another one unless as many launches have ended on this block as have begun, and as many on all other blocks
-// ("Calls that overlap" in docs/design.md). By a whole block.
+// ("Calls that overlap" in docs/failure.md). By a whole block.
 TY_DEVICE Progress enter_guarded(const Context auto &c, u32 direction) {
   LaunchShared &shared = block_shared<LaunchShared>();
   if (thread_index() == 0) {

@@ -128,7 +128,7 @@ TY_DEVICE void plan_segments(const DispatchArgs auto &a, const Team &team, Place
   }
   u32 most = 0, tokens = 0;
   for (u32 s = lane_index(); s < c.ranks; s += warp_size) {
-    // Ends that stem from two different calls make no round: see "Calls that overlap" in docs/design.md.
+    // Ends that stem from two different calls make no round: see "Calls that overlap" in docs/failure.md.
     if (c.rounds > 1 && round_tokens_of(shared, s) > c.round_tokens)
       store(&shared.source_end[s], load(&shared.source_first[s]));
     u32 here = round_tokens_of(shared, s);

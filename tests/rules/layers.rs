@@ -306,8 +306,8 @@ fn waits(line: &str) -> Vec<&str> {
 
 #[test]
 fn every_wait_of_the_host_is_in_the_table_of_waits() {
-    let design = fs::read_to_string(root().join("docs/design.md")).unwrap();
-    let table = design.split("\n## Waits\n").nth(1).and_then(|rest| rest.split("\n## ").next()).unwrap();
+    let failure = fs::read_to_string(root().join("docs/failure.md")).unwrap();
+    let table = failure.split("\n## Waits\n").nth(1).and_then(|rest| rest.split("\n## ").next()).unwrap();
     let mut named = 0;
     for (name, text) in
         ["kernels", "bindings/api", "proxy", "transport"].iter().flat_map(|folder| files(folder, &["rs"]))

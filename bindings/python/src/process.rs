@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 static KNOWN: AtomicU32 = AtomicU32::new(0);
 
 /// The system is asked once, and in the child of a fork once more: calls compare the number, and to ask took
-/// 0.5 µs of each on a machine whose kernel is gVisor (docs/notebook.md).
+/// 0.5 µs of each on a machine whose kernel is gVisor (docs/notebook-host.md).
 pub(super) fn id() -> u32 {
     match KNOWN.load(Ordering::Relaxed) {
         0 => asked(),
