@@ -121,10 +121,10 @@ class Rank:
         into, sums_into = _eager._DISPATCH_INTO, _eager._COMBINE_INTO
         got, given = self.got, ops.Dispatched(self.got.rows, self.got.counts, None, self.args.tokens)
         in_c = [
-            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3),
+            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3)[0],
              "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
             {"into's operator": lambda _: into(
-                x, ids, weights, scales, got.rows, got.counts, got.scales, got.offsets, x, room | 15)[0],
+                x, ids, weights, scales, got.rows, got.counts, got.scales, got.offsets, x, room | 15)[0][0],
              "combine into's operator": lambda handle: sums_into(self.rows, handle, self.rows, self.out, 0)},
             {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
         ] if _eager.DEFINED else []

@@ -138,7 +138,9 @@ impl Array {
             && let Some(described) = tensors.described(name, value)
         {
             must_not_be_negative(name, value)?;
-            return Ok(Array::described(name, value, described, None));
+            let mut array = Array::described(name, value, described, None);
+            array.pointer = pointer_of_torch(value, array.pointer)?;
+            return Ok(array);
         }
         if value.hasattr(intern!(py, "data_ptr"))? {
             TENSORS.get_or_try_init(py, || dlpack::Tensors::of_torch(py))?;
@@ -236,6 +238,7 @@ impl Array {
             raised
         })?;
         strides.iter_mut().for_each(|stride| *stride = stride.saturating_mul(element.bytes()));
+        let pointer = pointer_of_torch(tensor, pointer)?;
         Ok(Array { name, owner: Some(tensor.clone().unbind()), capsule: None, pointer, shape, strides, element, place })
     }
 
@@ -251,7 +254,10 @@ impl Array {
             let found = interface.get_item(key)?;
             found.ok_or_else(|| PyTypeError::new_err(format!("{name}: its array interface has no {key}")))
         };
-        let text: String = field("typestr")?.extract()?;
+        let none = |key: &str, why: PyErr| {
+            PyTypeError::new_err(format!("{name}: the {key} of its array interface is none ({why})"))
+        };
+        let text: String = field("typestr")?.extract().map_err(|why| none("typestr", why))?;
         let element = TYPE_STRINGS.iter().find(|(known, _)| *known == text).map(|(_, element)| *element);
         let element = element.ok_or_else(|| {
             PyTypeError::new_err(format!("{name} has elements of type {text}: give float, int32, int64 or bytes"))
@@ -262,11 +268,11 @@ impl Array {
         if writes && read_only {
             return Err(PyValueError::new_err(format!("{name} is read-only: give an array that can be written")));
         }
-        let shape: Dimensions = field("shape")?.extract::<Vec<usize>>()?.into();
+        let shape: Dimensions = field("shape")?.extract::<Vec<usize>>().map_err(|why| none("shape", why))?.into();
         let strides = interface.get_item("strides")?.filter(|strides| !strides.is_none());
         let strides = match strides {
             Some(strides) => {
-                let signed: Vec<isize> = strides.extract()?;
+                let signed: Vec<isize> = strides.extract().map_err(|why| none("strides", why))?;
                 let forward = signed.iter().map(|stride| usize::try_from(*stride)).collect::<Result<_, _>>();
                 forward.map_err(|_| PyValueError::new_err(format!("{name} runs backwards: give a copy of it")))?
             }
@@ -441,6 +447,18 @@ impl Array {
         // work. That nothing else writes meanwhile is the caller's promise, as for any library that takes arrays.
         Ok(unsafe { View::from_raw(device, self.pointer, bytes) })
     }
+}
+
+/// The address of a tensor's first element; 0 of one whose storage was freed, of which torch gives the offset there.
+fn pointer_of_torch(tensor: &Bound<'_, PyAny>, pointer: u64) -> PyResult<u64> {
+    // No offset is as large as usual addresses are, and to ask for the storage takes longer than all else.
+    if pointer == 0 || pointer >= 1 << 32 {
+        return Ok(pointer);
+    }
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let bytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    Ok(if bytes == 0 { 0 } else { pointer })
 }
 
 /// Strides of an array without gaps, in what an element takes: bytes, or 1.

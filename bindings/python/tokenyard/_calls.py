@@ -213,8 +213,9 @@ class AllToAll:
             stated = self._formats[format]
             room = self.capacity(layout, align, stated) if capacity is None else capacity
             _must_be_number("capacity", room)
-            outputs = [(name, *made) for name, made in self.shapes(layout, room, stated).items()]
-            small = [name for name, *_ in outputs if name in ("counts", "offsets", "token_experts")]
+            outputs_of = self.shapes(layout, room, stated)
+            outputs = [(name, *made) for name, made in outputs_of.items()]
+            small = [name for name in ("token_experts", "offsets", "counts") if name in outputs_of]
             together = small if len(small) > 1 else None
             return _native.Plan(self._context, self._number, stated, layout, align, outputs, together=together)
 

@@ -52,12 +52,9 @@ def plain(*tensors: Optional[torch.Tensor]) -> bool:
 _NOTHING = Found()
 
 
-def _found(made: List[torch.Tensor], on_gpu: bool) -> Found:
-    """What a call raised. On a GPU a call that made something raised nothing."""
-    if made and on_gpu:
-        return _NOTHING
-    raised = _native.take_pending()
-    return _NOTHING if raised is None else Found(raised)
+def _found(number: int) -> Found:
+    """What a call raised, by its second result."""
+    return _NOTHING if number >= 0 else Found(_native.take_pending(-number))
 
 
 def dispatch(
@@ -70,10 +67,11 @@ def dispatch(
     """The handle, and the outputs of a plan, or nothing: then the call is none for this operator. And what it raised;
     with outputs, the call took place."""
     given = (_WEIGHTS if topk_weights is not None else 0) | (_SCALES if scales is not None else 0)
-    made: List[torch.Tensor] = _DISPATCH(
+    made: List[torch.Tensor]
+    made, number = _DISPATCH(
         x, topk_idx, x if topk_weights is None else topk_weights, x if scales is None else scales, plan | given
     )
-    found = _found(made, x.is_cuda)
+    found = _found(number)
     if made and found.without_rows():
         made[1].zero_()
     return made, found
@@ -99,8 +97,7 @@ def low_latency_sent(made: List[torch.Tensor], number: int) -> Tuple[List[torch.
 
 def _raised(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
     """A call that made nothing, or raised something."""
-    raised = _native.take_pending()
-    return made, -number, None if raised is None else Found(raised)
+    return made, -number if made else 0, None if number == 0 else _found(number)
 
 
 def low_latency_send(
@@ -121,10 +118,10 @@ def low_latency_combine(
     rows: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
 ) -> Optional[torch.Tensor]:
     """The sums of a dispatch, by its handle's number. None: likewise."""
-    made: List[torch.Tensor] = _LOW_LATENCY_COMBINE(rows, topk_idx, topk_weights, handle)
-    if made and made[0].is_cuda:
-        return made[0]
-    _found(made, False).raise_with(None)
+    made: List[torch.Tensor]
+    made, number = _LOW_LATENCY_COMBINE(rows, topk_idx, topk_weights, handle)
+    if number < 0:
+        _found(number).raise_with(None)
     return made[0] if made else None
 
 
@@ -149,10 +146,11 @@ def dispatch_into(
     ):
         flags |= flag if tensor is not None else 0
         others.append(x if tensor is None else tensor)
-    made: List[torch.Tensor] = _DISPATCH_INTO(
+    made: List[torch.Tensor]
+    made, number = _DISPATCH_INTO(
         x, topk_idx, others[0], others[1], rows, counts, others[2], others[3], others[4], plan | flags
     )
-    found = _found(made, x.is_cuda)
+    found = _found(number)
     if found:
         found.raise_with(made[0] if made else None, "handle")
     return made[0] if made else None
@@ -168,8 +166,9 @@ def combine_into(
     """Makes sums in a tensor of the caller. False: the call is none for this operator."""
     weighted = topk_weights is not None
     flags = (_ACCUMULATE if accumulate else 0) | weighted
-    made: List[torch.Tensor] = _COMBINE_INTO(rows, handle, topk_weights if weighted else rows, out, flags)
-    _found(made, rows.is_cuda).raise_with(None)
+    made: List[torch.Tensor]
+    made, number = _COMBINE_INTO(rows, handle, topk_weights if weighted else rows, out, flags)
+    _found(number).raise_with(None)
     return bool(made)
 
 
@@ -203,6 +202,7 @@ def combine(
 ) -> Optional[torch.Tensor]:
     """The sums. None: the call is none for this operator, as one whose handle was made in Python."""
     weighted = topk_weights is not None
-    made: List[torch.Tensor] = _COMBINE(rows, handle, topk_weights if weighted else rows, tokens << 1 | weighted)
-    _found(made, rows.is_cuda).raise_with(None)
+    made: List[torch.Tensor]
+    made, number = _COMBINE(rows, handle, topk_weights if weighted else rows, tokens << 1 | weighted)
+    _found(number).raise_with(None)
     return made[0] if made else None

@@ -96,8 +96,12 @@ def _keep(
 
 def _kept(name: str, tensor: torch.Tensor, kind: Any = Handle) -> _Kept:
     """What a tensor stands for."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: give the tensor of a dispatch or a half")
     if tensor.dtype != torch.int64 or tensor.shape != (1,):
         raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: give the int64 [1] of a dispatch or a half")
+    if tensor.untyped_storage().nbytes() == 0:
+        raise ValueError(f"{name} has no memory, as its storage was freed: give the tensor itself, and while it is alive")
     key = tensor.data_ptr() if tensor.is_cuda else min(int(tensor), 0)
     kept = _KEPT.get(key) or _of_operator(key)
     if kept is None:
@@ -105,6 +109,17 @@ def _kept(name: str, tensor: torch.Tensor, kind: Any = Handle) -> _Kept:
     if not isinstance(kept.value, kind):
         raise ValueError(f"{name} is the tensor of a {type(kept.value).__name__}: give that of a {kind.__name__}")
     return kept
+
+
+def _must_be_real(**tensors: Any) -> None:
+    """Refuses tensors on meta beside others: torch would have the call's fake answer for them."""
+    if torch.compiler.is_compiling():
+        return
+    devices = {name: tensor.device for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    real = [device for device in devices.values() if device.type != "meta"]
+    for name, device in devices.items():
+        if device.type == "meta" and real:
+            raise ValueError(f"{name} is on meta: give a tensor on {real[0]}")
 
 
 def _of_operator(key: int) -> Optional[_Kept]:
@@ -629,6 +644,7 @@ def dispatch(
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
     )
     room = EXACT if exact else MOST if capacity is None else capacity
+    _must_be_real(x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales)
     got = _OPS.dispatch(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero
     )
@@ -696,6 +712,10 @@ def dispatch_into(
         rows=rows, counts=counts, row_scales=row_scales, offsets=offsets, token_experts=token_experts,
         token_weights=token_weights,
     )
+    _must_be_real(
+        x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales, rows=rows, counts=counts, row_scales=row_scales,
+        offsets=offsets, token_experts=token_experts, token_weights=token_weights,
+    )
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
         token_experts, token_weights,
@@ -715,6 +735,7 @@ def dispatch_send(
     """The sending half; `dispatch_recv` takes what it returns, once. Has no gradient. For contexts of one round."""
     no_gradient("dispatch_send", x, topk_weights)
     _checked(ep, format, None)
+    _must_be_real(x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales)
     sent: torch.Tensor = _OPS.dispatch_send(x, topk_idx, topk_weights, scales, ep.number, format)
     return sent
 
@@ -738,6 +759,7 @@ def dispatch_recv(
 
 def dispatch_again(x: torch.Tensor, got: Dispatched) -> torch.Tensor:
     """Sends new rows of the tokens of an earlier dispatch to the places that its rows have; others are 0."""
+    _must_be_real(x=x, handle=got.handle)
     rows: torch.Tensor = _OPS.dispatch_again(x, got.handle, got.rows.shape, False)
     return rows
 
@@ -749,13 +771,14 @@ def combine(
     dispatch brought, or `topk_weights` where its format has weights with "combine"."""
     if got.row_weights is not None:
         rows = (rows * got.row_weights.unsqueeze(-1)).to(rows.dtype)
-    if _eager.plain(rows, topk_weights):
+    if _eager.plain(rows, topk_weights) and isinstance(got.handle, torch.Tensor):
         sums = _eager.combine(rows, got.handle, topk_weights, got.tokens)
         if sums is not None:
             return sums
     _no_tangent(rows)
     if topk_weights is not None:
         no_gradient("combine with topk_weights", rows, topk_weights)
+    _must_be_real(rows=rows, handle=got.handle, topk_weights=topk_weights)
     out: torch.Tensor = _OPS.combine(rows, got.handle, topk_weights, got.tokens, False)
     return out
 
@@ -769,13 +792,15 @@ def combine_into(
     accumulate: bool = False,
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
-    usual = rows is not None and out is not None and _eager.plain(rows, topk_weights) and _eager.writable(out)
+    given = rows is not None and out is not None and isinstance(got.handle, torch.Tensor)
+    usual = given and _eager.plain(rows, topk_weights) and _eager.writable(out)
     if usual and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
         _eager.written(out)
         return
     no_gradient("combine_into", rows, topk_weights, out)
     _must_be_tensors(rows=rows, out=out)
     _must_be_written(out=out)
+    _must_be_real(rows=rows, handle=got.handle, topk_weights=topk_weights, out=out)
     _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)
 
 
@@ -784,6 +809,7 @@ def combine_send(
 ) -> torch.Tensor:
     """The sending half; `combine_recv` takes what it returns, once. Has no gradient, and no row weights."""
     no_gradient("combine_send", rows, topk_weights)
+    _must_be_real(rows=rows, handle=got.handle, topk_weights=topk_weights)
     sent: torch.Tensor = _OPS.combine_send(rows, got.handle, topk_weights)
     return sent
 

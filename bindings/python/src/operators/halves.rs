@@ -59,7 +59,7 @@ pub(super) fn number(core: Arc<Core>, sent: Way, used: Vec<Tensor>) -> i64 {
     number
 }
 
-/// The half of a number that a call of this thread returned; once, and None after four calls whose halves nobody took.
+/// The half of a number that a call of this thread returned; once, and None after many calls whose halves nobody took.
 #[pyfunction]
 pub(crate) fn taken_half(number: i64) -> Option<Half> {
     UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))

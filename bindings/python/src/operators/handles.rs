@@ -157,7 +157,7 @@ impl Drop for Number {
 /// What this thread's last calls made and Python has not taken, by number: one, unless a signal's handler called, too,
 /// or an exception came in between.
 pub(super) struct Untaken<T>(VecDeque<(i64, T)>);
-const MOST_UNTAKEN: usize = 4;
+const MOST_UNTAKEN: usize = 16;
 
 impl<T> Untaken<T> {
     pub const fn new() -> Untaken<T> {
@@ -207,8 +207,8 @@ pub(super) fn of_number(number: i64) -> Option<Arc<Kept>> {
     by_number().as_ref()?.get(&number).cloned()
 }
 
-/// The handle of a number that a call of this thread returned; once, and None after four calls whose handles nobody
-/// took.
+/// The handle of a number that a call of this thread returned; once, and None after as many calls as are kept whose
+/// handles nobody took.
 #[pyfunction]
 pub(crate) fn taken_handle(number: i64) -> Option<Handle> {
     UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))

@@ -16,11 +16,11 @@ use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
 use super::formats::Format;
 use super::lock::with_lock;
-use handles::Slot;
+use handles::{Slot, Untaken};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use shim::{Shim, Tensor, shim};
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,21 +35,20 @@ pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken
 /// are offsets alone, or in the token layout experts and weights of tokens. Tensors that are written are none of the
 /// schemas' business: nothing traces these operators, and Python counts the writes.
 const DISPATCH: &CStr =
-    c"_dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, int plan) -> Tensor[]";
+    c"_dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, int plan) -> (Tensor[], int)";
 const DISPATCH_INTO: &CStr = c"_dispatch_into(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor scales, \
-    Tensor rows, Tensor counts, Tensor row_scales, Tensor first, Tensor second, int plan) -> Tensor[]";
-const COMBINE: &CStr = c"_combine(Tensor rows, Tensor handle, Tensor topk_weights, int tokens) -> Tensor[]";
+    Tensor rows, Tensor counts, Tensor row_scales, Tensor first, Tensor second, int plan) -> (Tensor[], int)";
+const COMBINE: &CStr = c"_combine(Tensor rows, Tensor handle, Tensor topk_weights, int tokens) -> (Tensor[], int)";
 const COMBINE_INTO: &CStr =
-    c"_combine_into(Tensor rows, Tensor handle, Tensor topk_weights, Tensor out, int flags) -> Tensor[]";
-/// The number is the handle's; negative where the call raised something and took place all the same, and 0 where it did
-/// not. Tensors that are not as low-latency calls have them are none for these operators.
+    c"_combine_into(Tensor rows, Tensor handle, Tensor topk_weights, Tensor out, int flags) -> (Tensor[], int)";
+/// The number is the handle's. Tensors that are not as low-latency calls have them are none for these operators.
 const LOW_LATENCY_DISPATCH: &CStr = c"_low_latency_dispatch(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
 /// The number is that of a sent half, for `taken_half`.
 const LOW_LATENCY_SEND: &CStr = c"_low_latency_send(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
 const LOW_LATENCY_SEND_BACK: &CStr =
     c"_low_latency_send_back(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> (Tensor[], int)";
 const LOW_LATENCY_COMBINE: &CStr =
-    c"_low_latency_combine(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> Tensor[]";
+    c"_low_latency_combine(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> (Tensor[], int)";
 /// Flags in the lowest bits of `plan` and `tokens`, and of `flags`.
 const WEIGHTS: i64 = 1;
 const SCALES: i64 = 2;
@@ -81,14 +80,15 @@ pub(super) fn define_operators() -> bool {
 }
 
 thread_local! {
-    /// What the last call of this thread raised.
-    static PENDING: Cell<Option<PyErr>> = const { Cell::new(None) };
+    /// What this thread's last calls raised.
+    static PENDING: RefCell<Untaken<PyErr>> = const { RefCell::new(Untaken::new()) };
 }
 
-/// The exception of this thread's last call, once.
+/// The exception of a call of this thread whose second result is the negative of this number, once.
 #[pyfunction]
-pub(super) fn take_pending(py: Python<'_>) -> Option<Py<PyAny>> {
-    PENDING.take().map(|raised| raised.into_value(py).into_any())
+pub(super) fn take_pending(py: Python<'_>, number: i64) -> Option<Py<PyAny>> {
+    let raised = PENDING.with_borrow_mut(|pending| pending.take(number));
+    raised.map(|raised| raised.into_value(py).into_any())
 }
 
 /// Why a call has no result.
@@ -140,20 +140,23 @@ fn settled(outcome: Outcome) -> Results {
             (Results::default(), Some(raised))
         }
     };
-    if raised.is_some() {
-        results.number = -results.number;
-    }
-    if let Some(former) = PENDING.replace(raised) {
-        // Nobody took it.
-        with_lock(|_| drop(former));
+    if let Some(raised) = raised {
+        let number = if results.number != 0 { results.number } else { handles::next_number() };
+        results.number = -number;
+        let oldest = PENDING.with_borrow_mut(|pending| pending.put(number, raised));
+        if oldest.is_some() {
+            // Nobody took it.
+            with_lock(|_| drop(oldest));
+        }
     }
     results
 }
 
-/// Runs a kernel: `count` tensors and a number become a list, and a number behind it.
+/// Runs a kernel: `count` tensors and a number become a list, and a number behind it, which is negative if something
+/// was raised.
 ///
 /// # Safety
-/// `stack` is that of a kernel with these arguments and one result of type Tensor[], or two of types Tensor[] and int.
+/// `stack` is that of a kernel with these arguments and two results of types Tensor[] and int.
 unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, [Tensor; N], i64) -> Outcome) {
     let Some(shim) = shim() else { return };
     // SAFETY: passed on to the caller.
@@ -168,7 +171,7 @@ unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, 
     let Results { tensors, number } = settled(outcome);
     let (list, number) = match shim.list(tensors) {
         Some(list) => (list, number),
-        None => (shim.list(Vec::new()).unwrap_or(0), 0),
+        None => (shim.list(Vec::new()).unwrap_or(0), number.min(0)),
     };
     // SAFETY: as above. There is room for two words, as there are at least two arguments.
     unsafe {
@@ -178,22 +181,22 @@ unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, 
 }
 
 unsafe extern "C" fn dispatch(stack: *mut u64, _arguments: u64, _results: u64) {
-    // SAFETY: `DISPATCH` has four tensors, a number and a list.
+    // SAFETY: `DISPATCH` has four tensors, a number, a list and a number.
     unsafe { run(stack, dispatched) };
 }
 
 unsafe extern "C" fn dispatch_into(stack: *mut u64, _arguments: u64, _results: u64) {
-    // SAFETY: `DISPATCH_INTO` has nine tensors, a number and a list.
+    // SAFETY: `DISPATCH_INTO` has nine tensors, a number, a list and a number.
     unsafe { run(stack, dispatched_into) };
 }
 
 unsafe extern "C" fn combine(stack: *mut u64, _arguments: u64, _results: u64) {
-    // SAFETY: `COMBINE` has three tensors, a number and a list.
+    // SAFETY: `COMBINE` has three tensors, a number, a list and a number.
     unsafe { run(stack, combined) };
 }
 
 unsafe extern "C" fn combine_into(stack: *mut u64, _arguments: u64, _results: u64) {
-    // SAFETY: `COMBINE_INTO` has four tensors, a number and a list.
+    // SAFETY: `COMBINE_INTO` has four tensors, a number, a list and a number.
     unsafe { run(stack, combined_into) };
 }
 
@@ -203,7 +206,7 @@ unsafe extern "C" fn low_latency_dispatch(stack: *mut u64, _arguments: u64, _res
 }
 
 unsafe extern "C" fn low_latency_combine(stack: *mut u64, _arguments: u64, _results: u64) {
-    // SAFETY: `LOW_LATENCY_COMBINE` has three tensors, a number and a list.
+    // SAFETY: `LOW_LATENCY_COMBINE` has three tensors, a number, a list and a number.
     unsafe { run(stack, low_latency_combined) };
 }
 
@@ -291,7 +294,7 @@ impl Plan {
     /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs of one dtype that share
-    /// one memory, since each takes time to make.
+    /// one memory in this order, since each takes time to make. torch may make the last of them larger.
     #[new]
     #[pyo3(signature = (
         context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None
@@ -310,7 +313,7 @@ impl Plan {
         together: Option<Vec<String>>,
     ) -> PyResult<Plan> {
         let together = together.unwrap_or_default();
-        let mut shared: Option<(usize, i64)> = None;
+        let mut shared: Option<usize> = None;
         let mut memories: Vec<Memory> = Vec::new();
         let mut of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
             let element = DTYPES.iter().find(|(known, _)| known == dtype).map(|(_, element)| *element);
@@ -328,21 +331,27 @@ impl Plan {
                 memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
                 return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
             }
-            let (memory, offset) = *shared.get_or_insert_with(|| {
+            let memory = *shared.get_or_insert_with(|| {
                 memories.push(Memory { sizes: vec![0], strides: vec![1], element });
-                (memories.len() - 1, 0)
+                memories.len() - 1
             });
             if memories[memory].element != element {
                 return Err(PyValueError::new_err(format!(
                     "{name} is of another dtype than outputs that share memory"
                 )));
             }
-            let elements = sizes.iter().try_fold(1i64, |all, length| all.checked_mul(*length));
-            let end = elements.and_then(|elements| offset.checked_add(elements)).ok_or_else(too_large)?;
-            memories[memory].sizes[0] = end;
-            // The next one begins on a cache line of its own.
-            let line = (128 / element.bytes()) as i64;
-            shared = Some((memory, (end.checked_add(line - 1).ok_or_else(too_large)? / line) * line));
+            // Behind those that are named before it, each on a cache line of its own.
+            let line = 128 / element.bytes();
+            let before = together.iter().take_while(|before| *before != name);
+            let lengths = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
+            let elements = |shape: &[usize]| shape.iter().try_fold(1usize, |all, length| all.checked_mul(*length));
+            let offset = lengths.into_iter().try_fold(0usize, |offset, (_, shape, _)| {
+                offset.checked_add(elements(shape)?.checked_next_multiple_of(line)?)
+            });
+            let end = offset.and_then(|offset| offset.checked_add(elements(shape)?)).map(i64::try_from);
+            let (Some(Ok(end)), Some(offset)) = (end, offset) else { return Err(too_large()) };
+            let offset = offset as i64;
+            memories[memory].sizes[0] = memories[memory].sizes[0].max(end);
             let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
             Ok(Made { name, sizes, strides, element, memory, offset, seen })
         };

@@ -54,6 +54,7 @@ functions! {
     aoti_torch_dtype_uint32: fn() -> i32;
     aoti_torch_dtype_bool: fn() -> i32;
     aoti_torch_get_data_ptr: fn(Raw, *mut *mut c_void) -> Status;
+    aoti_torch_get_storage_size: fn(Raw, *mut i64) -> Status;
     aoti_torch_get_dim: fn(Raw, *mut i64) -> Status;
     aoti_torch_get_sizes: fn(Raw, *mut *mut i64) -> Status;
     aoti_torch_get_strides: fn(Raw, *mut *mut i64) -> Status;
@@ -315,12 +316,13 @@ impl Tensor {
     /// What calls ask of it. None of one that is better asked in Python, which knows why it is refused.
     pub fn array(&self, name: &'static str) -> Option<Array> {
         let (f, raw) = (&self.shim.functions, self.raw);
-        let (mut dimensions, mut dtype, mut kind, mut index, mut layout) = (0i64, 0, 0, 0, 0);
+        let (mut dimensions, mut memory, mut dtype, mut kind, mut index, mut layout) = (0i64, 0i64, 0, 0, 0, 0);
         let (mut sizes, mut strides) = (null_mut(), null_mut());
         // SAFETY: the tensor lives, and the results have room.
         let failed = unsafe {
             (f.aoti_torch_get_layout)(raw, &mut layout) != 0
                 || layout != self.shim.strided
+                || (f.aoti_torch_get_storage_size)(raw, &mut memory) != 0
                 || (f.aoti_torch_get_dim)(raw, &mut dimensions) != 0
                 || (f.aoti_torch_get_dtype)(raw, &mut dtype) != 0
                 || (f.aoti_torch_get_device_type)(raw, &mut kind) != 0
@@ -343,6 +345,10 @@ impl Tensor {
             // SAFETY: sizes and strides have an entry for each dimension, and last as long as the tensor.
             _ => unsafe { slice::from_raw_parts(at.cast_const(), dimensions) },
         };
+        if memory == 0 && !entries(sizes).contains(&0) {
+            // Its storage was freed; the address is its offset there.
+            return None;
+        }
         Some(Array::of_operator(name, self.address()?, entries(sizes), entries(strides), element, place))
     }
 }

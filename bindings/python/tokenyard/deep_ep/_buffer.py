@@ -332,7 +332,7 @@ class Buffer:
         special = use_nvfp4 or async_finish
         if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
             if isinstance(num_max_dispatch_tokens_per_rank, int) and isinstance(num_experts, int):
-                kind = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+                kind = (num_max_dispatch_tokens_per_rank, num_experts, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
                 shape = self._low_latency.shapes.get(kind)
                 if shape is not None and _eager.plain(x, topk_idx):
                     planned_call = self._planned_send if return_recv_hook else self._planned_dispatch
@@ -378,6 +378,8 @@ class Buffer:
                 f"num_max_dispatch_tokens_per_rank is {num_max_dispatch_tokens_per_rank}, and x has {x.shape[0]} tokens: "
                 "give as many as a rank may have, the same on all ranks"
             )
+        if use_fp8 and x.shape[1] % 128 != 0:
+            raise ValueError(f"x has {x.shape[1]} columns: with use_fp8 give a multiple of 128, which have a scale each")
         ranks = self._open().size
         must_divide(num_experts, ranks)
         ep = self._low_latency.get(
@@ -417,10 +419,10 @@ class Buffer:
         def work() -> None:
             try:
                 call.received(ep.dispatch_into(output, x, topk_idx, format=call.format), handle)
-            except Error as error:
+            except BaseException as error:
                 if hasattr(error, "handle"):
                     call.received(error.handle, handle)
-                    error.dispatched = (call.rows(), call.counts, handle, EventOverlap(), None)
+                    setattr(error, "dispatched", (call.rows(), call.counts, handle, EventOverlap(), None))
                 raise
 
         _none, event = self._on_comm([x, topk_idx, *call.tensors()], None, async_finish, work)
@@ -749,9 +751,9 @@ class _Normal:
                     output, self.x, self.topk_idx, self.topk_weights, scales=self.scales, format=format
                 )
             )
-        except Error as error:
+        except BaseException as error:
             if hasattr(error, "handle"):
-                error.dispatched = (*results(error.handle), EventOverlap())
+                setattr(error, "dispatched", (*results(error.handle), EventOverlap()))
             raise
 
     def results(self, got: Any, kept: Kept, counts: List[int], prefix: Callable[[], Any]) -> Any:

@@ -39,6 +39,21 @@ def choices(given: Any) -> None:
     tensor("topk_idx", given, 2, _NUMBERS)
 
 
+def low_latency(x: torch.Tensor, tokens: int, experts: int, choices: int) -> None:
+    """Refuses what no context serves: the limits of its builder (bindings/api/builder.rs). `experts`: of a rank."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}: give a tensor on cpu or cuda")
+    for name, found, most in (
+        ("x", x.shape[1], 1 << 20), ("num_max_dispatch_tokens_per_rank", tokens, 1 << 20), ("topk_idx", choices, 32),
+        ("num_experts", experts, 2047),
+    ):
+        if not 0 < found <= most:
+            what = {"x": "columns", "topk_idx": "choices", "num_experts": "experts a rank"}.get(name, "tokens")
+            raise ValueError(f"{name} has {found} {what}: give 1 to {most}")
+    if x.shape[1] % 8 != 0:
+        raise ValueError(f"x has {x.shape[1]} columns: give a multiple of 8, as rows are multiples of 16 bytes")
+
+
 def rows(given: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Rows and scales of normal calls."""
     if isinstance(given, tuple) and len(given) != 2:

@@ -16,6 +16,7 @@ from .._errors import Found
 from .._hosts import Hosts
 from .._native import Error, Format, Handle, World
 from .._tensors import capturing, device_of
+from . import _checks
 
 
 def refuse_capture(x: torch.Tensor) -> None:
@@ -26,6 +27,8 @@ def refuse_capture(x: torch.Tensor) -> None:
 def weights_of(ep: AllToAll, weights: torch.Tensor) -> torch.Tensor:
     """Weights `[tokens, choices]` as combine takes them: of as many choices as the context has."""
     missing = ep.top_k - weights.shape[1]
+    if missing < 0:
+        raise ValueError(f"topk_weights has {weights.shape[1]} choices a token: give the dispatch's, at most {ep.top_k}")
     return torch.nn.functional.pad(weights, (0, missing)) if missing else weights.contiguous()
 
 
@@ -275,6 +278,8 @@ class LowLatency:
         if there is not None:
             return there
         refuse_capture(x)
+        # What can be seen here is refused before the context goes: other ranks make none for this call.
+        _checks.low_latency(x, tokens, experts // self._hosts.world.size, choices)
         self.clean()
         ep = self._hosts.context(
             hidden=x.shape[1], experts=experts, top_k=choices, max_tokens_per_rank=tokens, device=device_of(x),

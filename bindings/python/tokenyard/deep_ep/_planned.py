@@ -30,7 +30,8 @@ Dispatched = Tuple[int, Optional[_native.Handle], Shape]
 def kept(dispatched: Dispatched) -> Kept:
     """What calls in Python need."""
     _number, handle, shape = dispatched
-    assert handle is not None  # of a call that took place
+    if handle is None:
+        raise RuntimeError("the handle of a call was lost in signal handlers' calls: dispatch again")
     return Kept(shape.ep, handle, handle.tokens, shape.capacity, shape.format)
 
 
@@ -65,5 +66,5 @@ def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
         # What the caller gets: the row's number first, which lies last.
         views.append(("scales", (experts, capacity, words), (words * lead, 1, lead), 0))
     return ep.prepare(
-        format, "masked", outputs, column_major=format.scales is not None, views=views, together=["counts", "source"]
+        format, "masked", outputs, column_major=format.scales is not None, views=views, together=["source", "counts"]
     )
