@@ -520,9 +520,7 @@ def test_numbers_that_are_no_plan_and_plans_of_closed_contexts():
     plan = ep.plan(0, "contiguous", 1, None)
     done(ep)
     ep.close()
-    made, number = torch.ops.tokenyard._dispatch(x, ids, weights, x, plan | 1)
-    assert made == [] and isinstance(_native.take_pending(-number), tokenyard.ClosedError)
-    assert _native.take_pending(-number) is None
+    assert torch.ops.tokenyard._dispatch(x, ids, weights, x, plan | 1) == ([], 0)
     with pytest.raises(tokenyard.ClosedError):
         ops.dispatch(ep, x, ids, weights)
     with pytest.raises((tokenyard.ClosedError, ValueError), match="closed"):
