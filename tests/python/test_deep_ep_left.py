@@ -16,7 +16,7 @@ from rig import in_ranks, the_torch
 torch = the_torch()
 
 from test_hybrid import NeverWaits  # noqa: E402: after torch
-from tokenyard import _eager  # noqa: E402
+from tokenyard import _eager, ops  # noqa: E402
 from tokenyard._errors import Found  # noqa: E402
 from tokenyard.deep_ep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer  # noqa: E402
 
@@ -353,6 +353,59 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call(in_c, monkeypatch):
             right_once(buffer, Tokens(6))
 
     in_ranks(tokenyard.World.threads(RANKS), work)
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+@pytest.mark.parametrize("kind", ["low latency", "worst", "ops"])
+def test_ctrl_c_in_a_call_leaves_what_it_made(kind, in_c, monkeypatch):
+    """Wherever in a dispatch of this rank Ctrl-C comes, what was made is the exception's, with all rows."""
+    monkeypatch.setattr(_eager, "DEFINED", in_c and _eager.DEFINED)
+    (world,) = tokenyard.World.threads(1)
+    buffer = Buffer(world, low_latency_mode=True)
+    ep = tokenyard.AllToAll(world, hidden=2048, experts=4, top_k=1, max_tokens_per_rank=128, device="cpu")
+    x, ids = torch.randn(128, 2048).bfloat16(), torch.arange(128)[:, None] % 4
+    weights = torch.rand(128, 1)
+
+    def normal():
+        ranks, _, experts, named, _ = buffer.get_dispatch_layout(ids, 4)
+        return buffer.dispatch(
+            x, num_tokens_per_rank=ranks, is_token_in_rank=named, num_tokens_per_expert=experts, topk_idx=ids,
+            topk_weights=weights, num_worst_tokens=128,
+        )
+
+    def sums(got):
+        if kind == "low latency":
+            return buffer.low_latency_combine(got[0], ids, weights, got[2])[0]
+        return buffer.combine(got[0], got[4])[0] if kind == "worst" else ops.combine(got.rows, got)
+
+    dispatch = {
+        "low latency": lambda: buffer.low_latency_dispatch(x, ids, 128, 4, use_fp8=False),
+        "worst": normal, "ops": lambda: ops.dispatch(ep, x, ids, weights),
+    }[kind]
+    got = dispatch()
+    wanted = sums(got)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        for number in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.00005 * number)
+                got = dispatch()
+                time.sleep(0.01)
+            except KeyboardInterrupt as error:
+                # Before and after the call, in Python of the buffer, there may be nothing of it.
+                if hasattr(error, "dispatched"):
+                    interrupted += 1
+                    got = error.dispatched
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert torch.equal(sums(got), wanted)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 5, interrupted
 
 
 def test_an_error_of_order_is_raised_at_once():

@@ -717,7 +717,9 @@ impl Core {
         drop(in_use);
         drop(ended);
         waited?;
-        found(py, ep)
+        found(py, ep)?;
+        // The wait may have ended before it asked for signals, and outside of this call what it made would be lost.
+        py.check_signals()
     }
 
     /// A call of this format.

@@ -585,7 +585,7 @@ class Buffer:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Goes on without a rank, with `enable_shrink`. A rank that has been masked comes back by
         `low_latency_clean_mask_buffer` alone. Local."""
-        _checks.whole("rank_to_mask", rank_to_mask, 0)
+        rank_to_mask = _checks.whole("rank_to_mask", rank_to_mask, 0)
         if rank_to_mask >= self.group_size:
             raise ValueError(f"rank_to_mask is {rank_to_mask}: give a rank below {self.group_size}")
         if mask:
