@@ -13,9 +13,7 @@ fn counts(rig: &Rig, experts: usize) -> Vec<u32> {
 }
 
 fn run(rig: &Rig, tokens: &Tokens) -> Result<()> {
-    let _handle = rig.enqueue(tokens, rig.capacity)?;
-    rig.stream.synchronize(PATIENCE)?;
-    rig.ep.check()
+    rig.round_of(tokens, rig.capacity)
 }
 
 fn refusal(rig: &Rig, tokens: &Tokens) -> String {

@@ -829,10 +829,73 @@ def test_a_hook_receives_after_an_error_that_came_in_its_place():
     # Of a call that took place, or was received, there is no second.
     own = tokenyard.RoutingError("its own")
     own.handle = None
-    for error in (own, ValueError("received already")):
+    received = ValueError("received already")
+    received.received = True
+    for error in (own, received):
         hook, calls = hook_of(error)
         hook.before_next()
+        hook.before_next()
         assert calls == [error]
+    # Two earlier calls' errors, of which the hook has the first.
+    hook, calls = hook_of(earlier, tokenyard.OrderError("another's"))
+    hook.before_next()
+    assert len(calls) == 3
+    with pytest.raises(tokenyard.RoutingError, match="an earlier call's"):
+        hook()
+    # What neither received nor is an error of the library leaves it to be received.
+    for error in (ValueError("other memory"), KeyboardInterrupt()):
+        hook, calls = hook_of(error)
+        with pytest.raises(type(error)):
+            hook.before_next()
+        hook()
+        assert calls == [error, None]
+
+
+@needs_them
+def test_halves_whose_tensors_changed_and_halves_that_ctrl_c_left():
+    from tokenyard import deep_ep
+
+    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
+    (world,) = tokenyard.World.threads(1)
+    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
+    buffer = deep_ep.Buffer(world, low_latency_mode=True)
+    x, ids, weights = tensors(case, 0)
+    x = x.to(torch.bfloat16)
+
+    def dispatch():
+        return buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, use_fp8=False, return_recv_hook=True)
+
+    dispatch()[4]()
+    rows, counts, handle, _, hook = dispatch()
+    kept = rows.clone()
+    memory = rows.data
+    rows.data = kept
+    with pytest.raises(ValueError, match="other memory than when it was sent"):
+        hook()
+    rows.data = memory
+    hook()
+    with pytest.raises(ValueError, match="called already"):
+        hook()
+    # Sent, and nobody has the number: the next one receives it first.
+    for call in (dispatch, lambda: buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True)):
+        sent = _eager.low_latency_sent
+
+        def interrupted(*made):
+            _eager.low_latency_sent = sent
+            raise KeyboardInterrupt
+
+        _eager.low_latency_sent = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert _eager.low_latency_sent is sent
+        call()[-1]()
+    sums = buffer.low_latency_combine(rows, ids, weights, handle)[0]
+    wanted = buffer.low_latency_combine(rows.clone(), ids, weights, handle, out=torch.empty_like(sums))[0]
+    torch.testing.assert_close(sums, wanted, rtol=0, atol=0)
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
+    half = _native.newest_half()
+    assert half is None
 
 
 @needs_them

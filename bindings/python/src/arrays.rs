@@ -452,7 +452,7 @@ impl Array {
 /// The address of a tensor's first element; 0 of one whose storage was freed, of which torch gives the offset there.
 fn pointer_of_torch(tensor: &Bound<'_, PyAny>, pointer: u64) -> PyResult<u64> {
     // No offset is as large as usual addresses are, and to ask for the storage takes longer than all else.
-    if pointer == 0 || pointer >= 1 << 32 {
+    if pointer == 0 || pointer >= 1 << 40 {
         return Ok(pointer);
     }
     let py = tensor.py();

@@ -825,9 +825,13 @@ where
 /// What is in flight, which the receiving half consumes.
 fn taken<T>(place: &Mutex<Option<T>>, name: &str) -> PyResult<T> {
     let found = place.lock().unwrap_or_else(PoisonError::into_inner).take();
-    found.ok_or_else(|| {
-        PyValueError::new_err(format!(
-            "{name} was received already, or another thread uses it: receive each half once, and send again"
-        ))
-    })
+    found.ok_or_else(|| Python::attach(|py| received_already(py, name)))
+}
+
+/// The error of a half that is in flight no more; it has the field `received`.
+pub(super) fn received_already(py: Python<'_>, name: &str) -> PyErr {
+    let raised = PyValueError::new_err(format!(
+        "{name} was received already, or another thread uses it: receive each half once, and send again"
+    ));
+    raised.value(py).setattr("received", true).err().unwrap_or(raised)
 }

@@ -4,7 +4,7 @@ use super::handles::{self, Untaken};
 use super::shim::{Tensor, shim};
 use crate::arrays::Dimensions;
 use crate::calls;
-use crate::context::{Core, Handle, Parts, with};
+use crate::context::{Core, Handle, Parts, received_already, with};
 use crate::errors;
 use crate::formats::Format;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -22,8 +22,10 @@ pub(crate) struct Half {
 
 struct Inner {
     sent: Way,
-    /// What the call reads and writes.
-    used: Vec<Tensor>,
+    /// What the call reads, if it goes in several rounds.
+    reads: Vec<Tensor>,
+    /// What it writes, and where that was when it was sent.
+    writes: Vec<(Tensor, Option<u64>)>,
 }
 
 pub(super) enum Way {
@@ -46,13 +48,20 @@ pub(super) struct CombineHalf {
     pub to: Combined,
 }
 
+type Used = (Vec<Tensor>, Vec<(Tensor, Option<u64>)>);
+
 thread_local! {
     static UNTAKEN: RefCell<Untaken<Half>> = const { RefCell::new(Untaken::new()) };
 }
 
 /// A number for a half, from 1, until `taken_half` takes it on this thread.
-pub(super) fn number(core: Arc<Core>, sent: Way, used: Vec<Tensor>) -> i64 {
-    let half = Half { core, inner: Mutex::new(Some(Inner { sent, used })) };
+pub(super) fn number(core: Arc<Core>, sent: Way, reads: Vec<Tensor>, writes: Vec<Tensor>) -> i64 {
+    let placed = |tensor: Tensor| {
+        let address = tensor.memory();
+        (tensor, address)
+    };
+    let writes = writes.into_iter().map(placed).collect();
+    let half = Half { core, inner: Mutex::new(Some(Inner { sent, reads, writes })) };
     let number = handles::next_number();
     let oldest = UNTAKEN.with_borrow_mut(|untaken| untaken.put(number, half));
     drop(oldest);
@@ -65,6 +74,12 @@ pub(crate) fn taken_half(number: i64) -> Option<Half> {
     UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))
 }
 
+/// The last half of this thread that nobody took, as where Ctrl-C came before its number was there.
+#[pyfunction]
+pub(crate) fn newest_half() -> Option<Half> {
+    UNTAKEN.with_borrow_mut(Untaken::take_newest)
+}
+
 #[pymethods]
 impl Half {
     /// Receives on the stream of torch that is current. Of a dispatch it returns the handle, which an error of a
@@ -74,10 +89,8 @@ impl Half {
         let no_stream = || PyRuntimeError::new_err("torch has no current stream");
         let stream = stream.map_or(Ok(0), |found| found.ok_or_else(no_stream))?;
         let (ep, stream, _held) = self.core.begin(py, stream)?;
-        let Some(Inner { sent, used }) = self.take() else {
-            return Err(PyValueError::new_err("this half was received already: receive each half once"));
-        };
-        let used = Mutex::new(used);
+        let Inner { sent, reads, writes } = self.take(py)?;
+        let used = Mutex::new((reads, writes));
         let handle = match sent {
             Way::Dispatch(half) => {
                 let DispatchHalf { sent, output, context, layout, tokens, format, places } = *half;
@@ -114,14 +127,23 @@ impl Half {
 }
 
 impl Half {
-    fn take(&self) -> Option<Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// Refuses what was received already, and tensors that have other memory than they had.
+    fn take(&self, py: Python<'_>) -> PyResult<Inner> {
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(found) = inner.take() else { return Err(received_already(py, "this half")) };
+        if found.writes.iter().any(|(tensor, address)| tensor.memory() != *address) {
+            *inner = Some(found);
+            return Err(PyValueError::new_err(
+                "what this half writes has other memory than when it was sent: leave its tensors as they are until then",
+            ));
+        }
+        Ok(found)
     }
 
     /// Leaves what was refused to be received again.
-    fn left(&self, py: Python<'_>, sent: Way, used: Mutex<Vec<Tensor>>, error: &tokenyard::Error) -> PyErr {
-        let used = used.into_inner().unwrap_or_else(PoisonError::into_inner);
-        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Inner { sent, used });
+    fn left(&self, py: Python<'_>, sent: Way, used: Mutex<Used>, error: &tokenyard::Error) -> PyErr {
+        let (reads, writes) = used.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Inner { sent, reads, writes });
         errors::raised(py, error)
     }
 }

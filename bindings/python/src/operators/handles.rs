@@ -170,6 +170,10 @@ impl<T> Untaken<T> {
         if self.0.len() > MOST_UNTAKEN { self.0.pop_front().map(|(_, made)| made) } else { None }
     }
 
+    pub fn take_newest(&mut self) -> Option<T> {
+        self.0.pop_back().map(|(_, made)| made)
+    }
+
     pub fn take(&mut self, number: i64) -> Option<T> {
         let place = self.0.iter().rposition(|(untaken, _)| *untaken == number)?;
         self.0.remove(place).map(|(_, made)| made)

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokenyard::{Dtype, Layout, Stream};
 
-pub(super) use halves::{Half, taken_half};
+pub(super) use halves::{Half, newest_half, taken_half};
 pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
 
 /// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
@@ -411,20 +411,21 @@ fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
     tensor.array(name).ok_or(Failure::NotHere)
 }
 
-/// Runs a call on the stream that is current, and on the CPU device to its end. `work` enqueues it, and returns what
-/// the call made; `used`, what its memory lasts as long as.
+/// Runs a call on the stream that is current, and on the CPU device to its end. `work` looks at the tensors, which may
+/// get other memory while another thread's call is waited for, enqueues the call, and returns what it made. `given`:
+/// the tensors that the call has besides.
 fn on_device(
     shim: &'static Shim,
     core: &Core,
+    given: &[Tensor],
     work: impl FnOnce(&Open, &Stream) -> Result<Results, Failure> + Send,
-    used: impl FnOnce(&[Tensor]) -> Vec<Tensor>,
 ) -> Outcome {
     let Some(ordinal) = core.ordinal() else {
         let done = with_lock(|py| {
             let (ep, stream, _held) = core.begin(py, 0)?;
             // Other threads may hold what it needs for a moment.
             let made = py.detach(|| work(&ep, &stream))?;
-            let raised = core.finished_with(py, &ep, || Box::new(used(&made.tensors))).err();
+            let raised = core.finished_with(py, &ep, || Box::new(again(given.iter().chain(&made.tensors)))).err();
             Ok((made, raised))
         });
         return done.unwrap_or(Err(Failure::NotHere));
@@ -440,9 +441,9 @@ fn on_device(
     Ok((work(&ep, &stream)?, None))
 }
 
-/// The tensors of a call: what it was given, and what it made.
-fn used<const N: usize>(given: [Tensor; N], made: &[Tensor]) -> Vec<Tensor> {
-    given.into_iter().chain(made.iter().filter_map(Tensor::again)).collect()
+/// Further references to tensors.
+fn again<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<Tensor> {
+    tensors.into_iter().filter_map(Tensor::again).collect()
 }
 
 /// What a dispatch is given, by the flags of its plan.
@@ -465,34 +466,34 @@ fn flagged(flags: i64, flag: i64, name: &'static str, tensor: &Tensor) -> Result
 
 fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let given = given(&tensors, plan)?;
     let work = |ep: &Open, stream: &Stream| {
+        let given = given(&tensors, plan)?;
         let slot = handles::slot(shim, &prepared.core).ok_or(Failure::NotHere)?;
         let (mut made, parts) = prepared.dispatch(shim, ep, stream, &given)?;
         made.insert(0, prepared.handle(slot, parts));
         Ok(made.into())
     };
     // What torch was given lasts as long as the tensors of the call.
-    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+    on_device(shim, &prepared.core, &tensors, work)
 }
 
 /// A dispatch whose handle is a number.
 fn low_latency_dispatched(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
-    let (prepared, given) = low_latency_given(&tensors, plan)?;
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
     let work = |ep: &Open, stream: &Stream| {
-        let (tensors, parts) = prepared.dispatch(shim, ep, stream, &given)?;
+        let (tensors, parts) = prepared.dispatch(shim, ep, stream, &prepared.low_latency_given(&tensors)?)?;
         let (core, layout) = (prepared.core.clone(), calls::layout_name(prepared.layout));
         let handle = handles::numbered(core, prepared.context, layout, parts);
         Ok(Results { tensors, number: handles::number(handle) })
     };
-    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+    on_device(shim, &prepared.core, &tensors, work)
 }
 
 /// Its sending half.
 fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
-    let (prepared, given) = low_latency_given(&tensors, plan)?;
-    let kept: Vec<Tensor> = tensors.iter().filter_map(Tensor::again).collect();
+    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
     let work = |ep: &Open, stream: &Stream| {
+        let given = prepared.low_latency_given(&tensors)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
         let (made, output, places) = prepared.outputs(shim, &call)?;
@@ -501,39 +502,30 @@ fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Out
         let format = format.clone();
         let half = halves::DispatchHalf { sent, output, context, layout, tokens: room, format, places };
         let sent = halves::Way::Dispatch(Box::new(half));
-        let used = kept.into_iter().chain(made.iter().filter_map(Tensor::again)).collect();
-        Ok(Results { number: halves::number(core.clone(), sent, used), tensors: made })
+        let number = halves::number(core.clone(), sent, again(&tensors), again(&made));
+        Ok(Results { number, tensors: made })
     };
-    on_device(shim, &prepared.core, work, |made| used(tensors, made))
-}
-
-/// What a low-latency dispatch is given.
-fn low_latency_given(tensors: &[Tensor; 2], plan: i64) -> Result<(Arc<Prepared>, Given), Failure> {
-    let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let [x, topk_idx] = tensors;
-    let (x, topk_idx) = (read("x", x)?, read("topk_idx", topk_idx)?);
-    let given = Given { x, topk_idx, topk_weights: None, scales: None, count: None, payload: None };
-    prepared.must_suit(&given)?;
-    Ok((prepared, given))
+    on_device(shim, &prepared.core, &tensors, work)
 }
 
 fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let given = given(&tensors, plan)?;
     let [.., rows, counts, scales, first, second] = &tensors;
     let names = match prepared.layout {
         Layout::Token { .. } => ("token_experts", "token_weights"),
         _ => ("offsets", "token_weights"),
     };
-    let mut others = Vec::with_capacity(2);
-    for (flag, name, tensor) in [(FIRST, names.0, first), (SECOND, names.1, second)] {
-        others.extend(flagged(plan, flag, name, tensor)?.map(|array| (name, array)));
-    }
-    let scales = flagged(plan, ROW_SCALES, "scales", scales)?;
-    let align = if let Layout::Contiguous { align, .. } = prepared.layout { align } else { 1 };
-    let (layout, rows, counts) = (calls::layout_name(prepared.layout), read("rows", rows)?, read("counts", counts)?);
-    let output = Output::of_arrays(layout, align, rows, counts, scales, others)?;
     let work = |ep: &Open, stream: &Stream| {
+        let given = given(&tensors, plan)?;
+        let mut others = Vec::with_capacity(2);
+        for (flag, name, tensor) in [(FIRST, names.0, first), (SECOND, names.1, second)] {
+            others.extend(flagged(plan, flag, name, tensor)?.map(|array| (name, array)));
+        }
+        let scales = flagged(plan, ROW_SCALES, "scales", scales)?;
+        let align = if let Layout::Contiguous { align, .. } = prepared.layout { align } else { 1 };
+        let (layout, rows, counts) =
+            (calls::layout_name(prepared.layout), read("rows", rows)?, read("counts", counts)?);
+        let output = Output::of_arrays(layout, align, rows, counts, scales, others)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
         let to = output.given(&call, 0)?;
@@ -542,10 +534,18 @@ fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outc
         let (format, places) = (prepared.format.clone(), output.places().into());
         Ok(vec![prepared.handle(slot, Parts { inner, tokens: room, format, places })].into())
     };
-    on_device(shim, &prepared.core, work, |made| used(tensors, made))
+    on_device(shim, &prepared.core, &tensors, work)
 }
 
 impl Prepared {
+    /// What a low-latency dispatch is given.
+    fn low_latency_given(&self, [x, topk_idx]: &[Tensor; 2]) -> Result<Given, Failure> {
+        let (x, topk_idx) = (read("x", x)?, read("topk_idx", topk_idx)?);
+        let given = Given { x, topk_idx, topk_weights: None, scales: None, count: None, payload: None };
+        self.must_suit(&given)?;
+        Ok(given)
+    }
+
     /// Refuses tensors that are not as low-latency calls have them; Python says why.
     fn must_suit(&self, given: &Given) -> Result<(), Failure> {
         let (format, x, ids) = (&self.format, &given.x, &given.topk_idx);
@@ -617,65 +617,50 @@ impl Prepared {
 fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
     let [rows, handle, topk_weights] = &tensors;
     let kept = handles::found(handle).ok_or(Failure::NotHere)?;
-    let call = Combining::of(rows, topk_weights, tokens)?;
-    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens >> 1);
-    on_device(shim, &kept.core, work, |made| used(tensors, made))
+    let work = |ep: &Open, stream: &Stream| {
+        Combining::of(rows, topk_weights, tokens)?.sums(shim, &kept, ep, stream, tokens >> 1)
+    };
+    on_device(shim, &kept.core, &tensors, work)
 }
 
 /// A combine of a dispatch whose handle is a number.
 fn low_latency_combined(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
-    let (kept, call) = low_latency_combining(&tensors, handle)?;
+    let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
     let tokens = kept.parts.tokens as i64;
-    let work = |ep: &Open, stream: &Stream| call.sums(shim, &kept, ep, stream, tokens);
-    on_device(shim, &kept.core, work, |made| used(tensors, made))
+    let work =
+        |ep: &Open, stream: &Stream| Combining::of_low_latency(&tensors, &kept)?.sums(shim, &kept, ep, stream, tokens);
+    on_device(shim, &kept.core, &tensors, work)
 }
 
 /// Its sending half.
 fn low_latency_sent_back(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
-    let (kept, combining) = low_latency_combining(&tensors, handle)?;
-    let mut reads: Vec<Tensor> = tensors.iter().filter_map(Tensor::again).collect();
+    let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
     let work = |ep: &Open, stream: &Stream| {
         let (core, parts) = (&kept.core, &kept.parts);
+        let combining = Combining::of_low_latency(&tensors, &kept)?;
         let call = core.call_of(ep, &parts.format);
         let out = combining.empty(shim, &kept, parts.tokens as i64)?;
-        let (from, _) =
-            core.expert_rows(&call, &combining.rows, parts, combining.weights.as_ref(), Some(combining.dtype))?;
+        let weights = combining.weights.as_ref();
+        let (from, _) = core.expert_rows(&call, &combining.rows, parts, weights, Some(combining.dtype))?;
         let to = core.sums(&call, &read("out", &out)?, false, None)?;
         let sent = ep.combine_send(stream, &parts.inner, &from)?;
-        reads.extend(out.again());
-        let number =
-            halves::number(core.clone(), halves::Way::Combine(Box::new(halves::CombineHalf { sent, to })), reads);
+        let sent = halves::Way::Combine(Box::new(halves::CombineHalf { sent, to }));
+        let number = halves::number(core.clone(), sent, again(&tensors), again([&out]));
         Ok(Results { tensors: vec![out], number })
     };
-    on_device(shim, &kept.core, work, |made| used(tensors, made))
-}
-
-/// What a low-latency combine is given.
-fn low_latency_combining(tensors: &[Tensor; 3], handle: i64) -> Result<(Arc<handles::Kept>, Combining), Failure> {
-    let [rows, topk_idx, topk_weights] = tensors;
-    let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
-    let (ids, call) = (read("topk_idx", topk_idx)?, Combining::of(rows, topk_weights, WEIGHTS)?);
-    let wanted = [kept.parts.tokens, kept.core.top_k()];
-    let numbers = matches!(ids.element, Element::I32 | Element::I64);
-    // Python knows more of fewer choices, and copies weights. Another number of weights is refused as anywhere.
-    let weights = call.weights.as_ref().filter(|weights| weights.element == Element::Fp32);
-    if !numbers || ids.shape() != wanted || weights.is_none_or(|weights| weights.must_be_contiguous().is_err()) {
-        return Err(Failure::NotHere);
-    }
-    Ok((kept, call))
+    on_device(shim, &kept.core, &tensors, work)
 }
 
 fn combined_into(shim: &'static Shim, tensors: [Tensor; 4], flags: i64) -> Outcome {
     let [rows, handle, topk_weights, out] = &tensors;
     let kept = handles::found(handle).ok_or(Failure::NotHere)?;
-    let call = Combining::of(rows, topk_weights, flags)?;
-    let to = read("out", out)?;
     let done = vec![out.again().ok_or(Failure::NotHere)?];
     let work = |ep: &Open, stream: &Stream| {
+        let (call, to) = (Combining::of(rows, topk_weights, flags)?, read("out", out)?);
         call.combine(&kept, ep, stream, &to, flags & ACCUMULATE != 0)?;
         Ok(done.into())
     };
-    on_device(shim, &kept.core, work, |made| used(tensors, made))
+    on_device(shim, &kept.core, &tensors, work)
 }
 
 /// What a combine is given.
@@ -691,6 +676,20 @@ impl Combining {
         // torch has bf16 of its own.
         let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
         Ok(Combining { rows, weights, dtype })
+    }
+
+    /// Of a low-latency combine.
+    fn of_low_latency(tensors: &[Tensor; 3], kept: &handles::Kept) -> Result<Combining, Failure> {
+        let [rows, topk_idx, topk_weights] = tensors;
+        let (ids, call) = (read("topk_idx", topk_idx)?, Combining::of(rows, topk_weights, WEIGHTS)?);
+        let wanted = [kept.parts.tokens, kept.core.top_k()];
+        let numbers = matches!(ids.element, Element::I32 | Element::I64);
+        // Python knows more of fewer choices, and copies weights. Another number of weights is refused as anywhere.
+        let weights = call.weights.as_ref().filter(|weights| weights.element == Element::Fp32);
+        if !numbers || ids.shape() != wanted || weights.is_none_or(|weights| weights.must_be_contiguous().is_err()) {
+            return Err(Failure::NotHere);
+        }
+        Ok(call)
     }
 
     /// Sums of so many tokens, in memory of their own.

@@ -276,6 +276,8 @@ pub(super) struct Tensor {
 
 // SAFETY: torch counts references atomically, and what is called of a tensor reads what does not change.
 unsafe impl Send for Tensor {}
+// SAFETY: as above.
+unsafe impl Sync for Tensor {}
 
 impl Drop for Tensor {
     fn drop(&mut self) {
@@ -311,6 +313,14 @@ impl Tensor {
         // SAFETY: the tensor lives, and the result has room.
         let status = unsafe { (self.shim.functions.aoti_torch_get_data_ptr)(self.raw, &mut address) };
         (status == 0).then_some(address as u64)
+    }
+
+    /// The address of its first element; None where its storage was freed.
+    pub fn memory(&self) -> Option<u64> {
+        let mut bytes = 0;
+        // SAFETY: the tensor lives, and the result has room.
+        let status = unsafe { (self.shim.functions.aoti_torch_get_storage_size)(self.raw, &mut bytes) };
+        self.address().filter(|_| status == 0 && bytes > 0)
     }
 
     /// What calls ask of it. None of one that is better asked in Python, which knows why it is refused.

@@ -550,14 +550,19 @@ class Buffer:
         """Its sending half. Combine needs the handle, which the hook completes."""
         if self._dispatched is not None:
             self._dispatched.before_next()
-        made, number, found = _eager.low_latency_send(shape.number, x, topk_idx)
-        results = None
-        half = _native.taken_half(number) if number else None
-        if half is not None:
-            handle = LowLatencyHandle((made[2], made[3], *shape.members))
-            self._dispatched = _Hook(functools.partial(_planned.receive, half, shape, handle))
-            rows: Rows = (made[0], made[4]) if shape.scaled else made[0]
-            results = rows, made[1], handle, EventOverlap(), self._dispatched
+        results = half = None
+        try:
+            made, number, found = _eager.low_latency_send(shape.number, x, topk_idx)
+            half = _native.taken_half(number) if number else None
+            if half is not None:
+                handle = LowLatencyHandle((made[2], made[3], *shape.members))
+                self._dispatched = _Hook(functools.partial(_planned.receive, half, shape, handle))
+                rows: Rows = (made[0], made[4]) if shape.scaled else made[0]
+                results = rows, made[1], handle, EventOverlap(), self._dispatched
+        except BaseException:
+            # Ctrl-C after it was sent: the next dispatch receives it.
+            self._dispatched = _hook_of(half, self._dispatched)
+            raise
         if found is not None:
             # Unusable routing: the dispatch goes on without this rank's tokens, and is to be received.
             found.raise_with(results)
@@ -567,11 +572,16 @@ class Buffer:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
     ) -> Optional[Tuple[torch.Tensor, EventOverlap, Hook]]:
         """The sending half of a combine by the operator; None likewise."""
-        made, number, found = _eager.low_latency_send_back(x, topk_idx, topk_weights, handle)
-        half = _native.taken_half(number) if number else None
-        if half is not None:
-            # After Ctrl-C, say, the next combine receives it.
-            self._combined = _Hook(half.receive)
+        half = None
+        try:
+            made, number, found = _eager.low_latency_send_back(x, topk_idx, topk_weights, handle)
+            half = _native.taken_half(number) if number else None
+            if half is not None:
+                # After an error the next combine receives it.
+                self._combined = _Hook(half.receive)
+        except BaseException:
+            self._combined = _hook_of(half, self._combined)
+            raise
         if found is not None:
             found.raise_with(None)
         return None if half is None else (made[0], EventOverlap(), self._combined)
@@ -632,6 +642,10 @@ class Buffer:
         return self._streams.run(inputs, previous, async_finish, work)
 
 
+# Errors of earlier calls that may come one after the other: a dispatch's and a combine's.
+_EARLIER = 2
+
+
 class _Hook:
     """The receiving half of a low-latency call. DeepEP's callers may send the next call of the same kind before they
     call the hook. A context receives one call before it sends the next, so `before_next` receives, and the hook then
@@ -657,22 +671,28 @@ class _Hook:
 
     def before_next(self) -> None:
         """Receives, unless the hook has. What this raises is for the caller of the hook."""
-        if self._receive is None:
-            return
-        receive, self._receive = self._receive, None
-        for _ in range(2):
+        for _ in range(_EARLIER + 1):
+            if self._receive is None:
+                return
             try:
-                receive()
+                self._receive()
             except Error as failure:
-                self._failure = failure
+                self._failure = self._failure or failure
                 if not (hasattr(failure, "handle") or getattr(failure, "fatal", False)):
                     # An earlier call's error came in its place.
                     continue
-            except ValueError:
-                # It was received, by a hook whose wait Ctrl-C ended.
-                pass
-            break
-        self._event = EventHandle()
+            except ValueError as refused:
+                # It was received, by a hook whose wait Ctrl-C ended. What was refused is left to the hook.
+                if not getattr(refused, "received", False):
+                    raise
+            self._receive, self._event = None, EventHandle()
+
+
+def _hook_of(half: Optional[_native.Half], before: Optional[_Hook]) -> Optional[_Hook]:
+    """The hook of a half that was sent when an exception came, which may have been before its number was there; or the
+    one before."""
+    half = half or _native.newest_half()
+    return before if half is None else _Hook(half.receive)
 
 
 class _Normal:
