@@ -1,5 +1,5 @@
 // Time in which a GPU's thread reads words of host memory: one, or eight at various distances. The source of
-// TY_POLLED_PITCH (kernels/ffi/layout.h); docs/notebook.md, "Arrivals in a list, metadata ahead".
+// TY_POLLED_PITCH (kernels/ffi/layout.h); docs/notebook-nodes.md, "Arrivals in a list, metadata ahead".
 //
 // tests/gpu.sh builds and runs it (section copies), which prints JSON: "look_us" is the mean of 2000 reads one after
 // the other, "back_us" the median from the processor's store of the first word until it sees the GPU's answer.

@@ -376,7 +376,7 @@ section_python() {
   check tests-gpu "${pytest[@]}" "$root/tests/python/test_gpu.py"
   check tests env TOKENYARD_TEST_DEVICE=cpu "${pytest[@]}" "$root/tests/python" --ignore "$root/tests/python/test_gpu.py"
   # Operators and DeepEP's interface on the GPU, too.
-  check tests-on-gpu env TOKENYARD_TEST_DEVICE=cuda "${pytest[@]}" "$root"/tests/python/test_{ops,eager,deep_ep,elastic,hybrid}.py
+  check tests-on-gpu env TOKENYARD_TEST_DEVICE=cuda "${pytest[@]}" "$root"/tests/python/test_{ops,eager,low_latency,deep_ep,elastic,hybrid}.py
   check compare "${run[@]}" python3 "$root/benches/compare.py" --world 1 --experts 8 --tokens 16 --hidden 1024 --top-k 2 --rounds 2 \
     --json "$out/compare.json"
   check cost "${run[@]}" python3 "$root/benches/python_cost.py" --json "$out/python-cost.json"

@@ -22,7 +22,7 @@ use std::time::Duration;
 /// Requests that may be outstanding.
 const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
 /// Blocks of the kernel on a GPU: one passes requests on; the others are enough to copy chunks faster than a NIC of
-/// 400 Gb/s does (docs/notebook.md, "Groups of GPUs as nodes").
+/// 400 Gb/s does (docs/notebook-nodes.md, "Groups of GPUs as nodes").
 const GPU_BLOCKS: u32 = 16;
 /// Threads of a block. They take a good half of a multiprocessor's registers: kernels without waits fit beside them.
 const GPU_THREADS: u32 = 512;

@@ -11,7 +11,7 @@ const ROW: usize = 2 * HIDDEN;
 
 /// Errors of the calls so far, until there are no more.
 fn errors(rig: &Rig) -> Vec<Error> {
-    std::iter::from_fn(|| rig.ep.check().err()).take(8).collect()
+    std::iter::from_fn(|| rig.check().err()).take(8).collect()
 }
 
 fn words(buffer: &DeviceBuffer, count: usize) -> Vec<i32> {

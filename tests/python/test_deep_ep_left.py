@@ -294,7 +294,7 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call(in_c, monkeypatch):
     if in_c and not _eager.DEFINED:
         pytest.skip("torch before 2.11 has no interface for operators in C")
     monkeypatch.setattr(_eager, "DEFINED", in_c)
-    sent, interrupted_ranks = _eager.low_latency_sent, {}
+    sent, interrupted_ranks = _eager.low_latency_made, {}
 
     def by_operator(made, number):
         found = sent(made, number)
@@ -303,7 +303,7 @@ def test_ctrl_c_in_the_hooks_half_of_a_low_latency_call(in_c, monkeypatch):
         assert found[1] > 0 and found[2] is None
         return (*found[:2], Found(KeyboardInterrupt()))
 
-    monkeypatch.setattr(_eager, "low_latency_sent", by_operator)
+    monkeypatch.setattr(_eager, "low_latency_made", by_operator)
     first = Tokens(1)
 
     def right_once(buffer, tokens):

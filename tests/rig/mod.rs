@@ -7,6 +7,7 @@
 
 pub mod nodes;
 
+use std::sync::Mutex;
 use std::time::Duration;
 use tokenyard::*;
 
@@ -29,6 +30,8 @@ pub struct Rig {
     pub expert_count: DeviceBuffer,
     pub out: DeviceBuffer,
     pub capacity: usize,
+    /// Of a call whose other half was enqueued all the same; for `check`.
+    pub early: Mutex<Option<Error>>,
 }
 
 /// The CPU device, or with TOKENYARD_TEST_DEVICE=cuda a GPU, which ranks share where there are fewer.
@@ -74,6 +77,7 @@ impl Rig {
             expert_count: alloc(EXPERTS * 4),
             out: alloc(MAX_TOKENS * PITCH),
             capacity,
+            early: Mutex::default(),
             ep,
         };
         rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K)).unwrap();
@@ -126,8 +130,21 @@ impl Rig {
     /// Enqueues a dispatch of the routed tokens, and their combine.
     pub fn enqueue(&self, tokens: &Tokens, capacity: usize) -> Result<Handle> {
         let handle = self.ep.dispatch(&self.stream, tokens, &self.output(capacity))?;
-        self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined())?;
+        let combine = || self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined());
+        if let Err(error) = combine() {
+            // On a busy machine the dispatch may have ended by now: combine returns its error in place of its work.
+            if error.is_fatal() {
+                return Err(error);
+            }
+            combine()?;
+            *self.early.lock().unwrap() = Some(error);
+        }
         Ok(handle)
+    }
+
+    /// What calls found.
+    pub fn check(&self) -> Result<()> {
+        self.early.lock().unwrap().take().map_or_else(|| self.ep.check(), Err)
     }
 
     /// Dispatch and combine of the routed tokens; waits; returns the result of `check`.
@@ -137,16 +154,9 @@ impl Rig {
 
     /// The same of these tokens.
     pub fn round_of(&self, tokens: &Tokens, capacity: usize) -> Result<()> {
-        let handle = self.ep.dispatch(&self.stream, tokens, &self.output(capacity))?;
-        let combine = || self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined());
-        // On a busy machine the dispatch may have ended by now: combine then returns its error in place of its work.
-        let early = combine().err().filter(|error| !error.is_fatal());
-        if early.is_some() {
-            combine()?;
-        }
+        let _handle = self.enqueue(tokens, capacity)?;
         self.stream.synchronize(PATIENCE)?;
-        let found = self.ep.check();
-        early.map_or(found, Err)
+        self.check()
     }
 
     /// Puts in as many tokens as there may be, for the experts after this rank's, other ones in each round.

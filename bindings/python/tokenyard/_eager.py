@@ -82,36 +82,29 @@ def low_latency_dispatch(
 ) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
     """The outputs of a plan, the handle's number for `taken_handle`, 0 for a call that made nothing, and what it raised,
     if it did. Tensors that are not as low-latency calls have them make nothing."""
-    made: List[torch.Tensor]
-    made, number = _LOW_LATENCY_DISPATCH(x, topk_idx, plan)
+    return low_latency_made(*_LOW_LATENCY_DISPATCH(x, topk_idx, plan))
+
+
+def low_latency_made(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
+    """What an operator made, the number of its handle or half, 0 for a call that made nothing, and what it raised, if
+    it did."""
     if number > 0:
         return made, number, None
-    return _raised(made, number)
-
-
-def low_latency_sent(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """What an operator made that sent a half, the half's number for `taken_half`, 0 for a call that made nothing, and
-    what it raised, if it did."""
-    return (made, number, None) if number > 0 else _raised(made, number)
-
-
-def _raised(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """A call that made nothing, or raised something."""
     return made, -number if made else 0, None if number == 0 else _found(number)
 
 
 def low_latency_send(
     plan: int, x: torch.Tensor, topk_idx: torch.Tensor
 ) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """The sending half of `low_latency_dispatch`, and the outputs that its hook receives."""
-    return low_latency_sent(*_LOW_LATENCY_SEND(x, topk_idx, plan))
+    """The sending half, whose number is for `taken_half`, and the outputs that its hook receives."""
+    return low_latency_made(*_LOW_LATENCY_SEND(x, topk_idx, plan))
 
 
 def low_latency_send_back(
     rows: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: int
 ) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """The sending half of `low_latency_combine`, and the sums that its hook receives."""
-    return low_latency_sent(*_LOW_LATENCY_SEND_BACK(rows, topk_idx, topk_weights, handle))
+    """The sending half of `low_latency_combine`, likewise, and the sums that its hook receives."""
+    return low_latency_made(*_LOW_LATENCY_SEND_BACK(rows, topk_idx, topk_weights, handle))
 
 
 def low_latency_combine(

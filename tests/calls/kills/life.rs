@@ -355,6 +355,7 @@ fn build(world: &World, device: Device, proxy: Option<&Proxy>, tolerant: bool) -
         expert_count: device.alloc(EXPERTS * 4)?,
         out: device.alloc(MAX_TOKENS * row_bytes)?,
         capacity,
+        early: Default::default(),
         ep,
     };
     rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K))?;

@@ -286,6 +286,18 @@ const DTYPES: [(&str, Element); 6] = [
     ("i64", Element::I64),
 ];
 
+/// Elements of an array of this shape; None of more than can be counted.
+fn elements(shape: &[usize]) -> Option<i64> {
+    let all = shape.iter().try_fold(1usize, |all, length| all.checked_mul(*length))?;
+    i64::try_from(all).ok()
+}
+
+/// Elements that arrays of these shapes take one after the other, each in cache lines of its own.
+fn lines_of<'a>(mut shapes: impl Iterator<Item = &'a [usize]>, element: Element) -> Option<i64> {
+    let line = (128 / element.bytes()) as i64;
+    shapes.try_fold(0i64, |all, shape| all.checked_add(elements(shape)?.checked_add(line - 1)? / line * line))
+}
+
 /// A view in Python: the output's name, sizes, strides and offset, in elements.
 type View = (String, Vec<i64>, Vec<i64>, i64);
 
@@ -340,17 +352,11 @@ impl Plan {
                     "{name} is of another dtype than outputs that share memory"
                 )));
             }
-            // Behind those that are named before it, each on a cache line of its own.
-            let line = 128 / element.bytes();
             let before = together.iter().take_while(|before| *before != name);
-            let lengths = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
-            let elements = |shape: &[usize]| shape.iter().try_fold(1usize, |all, length| all.checked_mul(*length));
-            let offset = lengths.into_iter().try_fold(0usize, |offset, (_, shape, _)| {
-                offset.checked_add(elements(shape)?.checked_next_multiple_of(line)?)
-            });
-            let end = offset.and_then(|offset| offset.checked_add(elements(shape)?)).map(i64::try_from);
-            let (Some(Ok(end)), Some(offset)) = (end, offset) else { return Err(too_large()) };
-            let offset = offset as i64;
+            let before = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
+            let behind = lines_of(before.map(|(_, shape, _)| shape.as_slice()), element).zip(elements(shape));
+            let (offset, end) =
+                behind.and_then(|(offset, own)| Some((offset, offset.checked_add(own)?))).ok_or_else(too_large)?;
             memories[memory].sizes[0] = memories[memory].sizes[0].max(end);
             let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
             Ok(Made { name, sizes, strides, element, memory, offset, seen })
