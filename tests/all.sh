@@ -13,6 +13,8 @@ lacking=()
 started=$SECONDS
 # Nothing is built twice here, but for mutants, which set it themselves.
 export CARGO_INCREMENTAL=0
+# torch is compiled as it is imported for the first time, and hundreds of processes import it.
+unset PYTHONDONTWRITEBYTECODE
 ahead=
 packages_ahead=
 sanitized_ahead=
@@ -77,6 +79,11 @@ program() {
   command -v "$command" >/dev/null && return 0
   echo "tests/all.sh lacks $command: install Debian's package $package" >&2
   return 1
+}
+
+# Removes what no later step needs, where little room is left: all that this makes takes 11 GB.
+room() {
+  [ "$(df --output=avail -B 1G . | tail -1)" -ge 8 ] || rm -rf "$@"
 }
 
 # Makes the VM, and looks whether it runs here.
@@ -233,6 +240,13 @@ from_pypi() {
   "$environment/bin/pip" install -q --no-compile --disable-pip-version-check "${@:2}"
 }
 
+# Installs torch into an environment: without its CUDA libraries, which take 4 GB, where there is no GPU to use them.
+# Arguments: the environment, what pip is to install, and options of tests/torch_for_cpu.py.
+torch() {
+  [ -e /dev/nvidiactl ] || ! "$1/bin/python" tests/torch_for_cpu.py "${@:2}" || return 0
+  "$1/bin/pip" install -q --no-compile --disable-pip-version-check "$2"
+}
+
 # The files of an engine's wheel but its libraries, without what it depends on, into target/engines/NAME. Wheels for
 # several versions of Python have the same ones.
 engine() {
@@ -265,7 +279,7 @@ vllm() {
 # supported; and engines whose layers run over the package. torch brings its own CUDA.
 packages() {
   from_pypi .venv-python 'maturin>=1.9,<2' mypy numpy pytest 'setuptools>=70.1'
-  want "torch from PyPI" from_pypi .venv-python torch
+  want "torch from PyPI" torch .venv-python torch
   want "transformers from PyPI" from_pypi .venv-python transformers accelerate
   want "megatron-core from PyPI" from_pypi .venv-python 'megatron-core>=0.16.1,<0.20'
   if .venv-python/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -274,7 +288,8 @@ packages() {
   else
     lacking+=("SGLang, which is for Python 3.11 and later, and vLLM")
   fi
-  want "torch 2.6 from PyPI" from_pypi .venv-python-oldest 'torch==2.6.*' numpy pytest
+  from_pypi .venv-python-oldest numpy pytest
+  want "torch 2.6 from PyPI" torch .venv-python-oldest 'torch==2.6.*' --without triton
 }
 
 # Downloads them beside lints and builds.
@@ -381,10 +396,11 @@ $verify --timeout-ms 60000 --replay world=48,nodes=$(printf '1+%.0s' {1..46})2,$
 END
 }
 
-# One of a hundred and forty-four, since CI has little time and each takes a minute; python3 tests/mutants.py runs all.
+# One of two hundred and fifty, since CI has little time and each takes a minute; python3 tests/mutants.py runs all, and
+# with --resume those that were not seen caught as they stand.
 mutants() {
   say "mutants"
-  python3 tests/mutants.py --one-in 144
+  python3 tests/mutants.py --one-in 250
 }
 
 # All Rust tests, with every line counted.
@@ -404,6 +420,11 @@ if wanted lint && wanted python; then begin_packages; fi
 trap 'kill $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
+  case $step in
+    lint) room target/debug target/doc ;;
+    python) room .venv-python-oldest target/python-mutants ;;
+    sanitize) room target/sanitized ;;
+  esac
 done
 for what in "${lacking[@]}"; do echo "skipped, since this machine lacks it: the tests that need $what"; done
 say "all passed${TOKENYARD_STRICT:+, and none was skipped}"

@@ -4,8 +4,9 @@
 A mutant is a named (file, original text, mutated text). The text must occur exactly once, so that a mutant cannot rot
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
 Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide;
-or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since;
-or --check, which only looks at the table.
+or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since,
+which tests/data/mutants_caught.txt keeps, and --resume FOLDER for those of one folder; or --check, which only looks at
+the table and counts those that were caught as they stand.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from mutants_stated import GROUPS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
-CAUGHT = PLACE / "caught.txt"
+CAUGHT = ROOT / "tests" / "data" / "mutants_caught.txt"
 WORKERS = min(os.cpu_count() or 1, 4)
 METADATA, SEND, RECEIVE = (
     "kernels/dispatch/meta.cuh", "kernels/dispatch/send.cuh", "kernels/dispatch/receive.cuh")
@@ -555,8 +556,9 @@ class Worker:
             libraries = (".rlib", ".rmeta", ".so", ".d")
             return {name for name in names if "tokenyard" in name or (folder.endswith("/deps") and not name.endswith(libraries))}
 
-        for folder in ("deps", "build", ".fingerprint"):
-            shutil.copytree(built / folder, own / folder, ignore=left_out)
+        # Compilers and linkers put new files in the place of old ones, so libraries take no room of their own.
+        for folder, copy in (("deps", os.link), ("build", shutil.copy2), (".fingerprint", shutil.copy2)):
+            shutil.copytree(built / folder, own / folder, copy_function=copy, ignore=left_out)
 
     def run(self, command, limit):
         return run_whole(command, self.tree, QUICK, limit)
@@ -820,11 +822,18 @@ def caught_before():
     return {line.split()[0] for line in CAUGHT.read_text().splitlines()} if CAUGHT.exists() else set()
 
 
+def forget_changed():
+    """Leaves in the list of those caught the mutants that stand in the table as they were then."""
+    known, caught = map(fingerprint, MUTANTS), caught_before()
+    lines = [f"{mark} {mutant[0]}\n" for mark, mutant in zip(known, MUTANTS) if mark in caught]
+    CAUGHT.write_text("".join(lines))
+
+
 def chosen(arguments):
     """The mutants that the arguments ask for."""
-    if arguments == ["--resume"]:
-        caught = caught_before()
-        return [mutant for mutant in MUTANTS if fingerprint(mutant) not in caught]
+    if arguments[:1] == ["--resume"]:
+        caught, folder = caught_before(), "".join(arguments[1:])
+        return [mutant for mutant in MUTANTS if mutant[1].startswith(folder) and fingerprint(mutant) not in caught]
     if arguments[:1] == ["--one-in"]:
         parts = int(arguments[1])
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
@@ -838,8 +847,12 @@ def chosen(arguments):
 def main():
     check_texts()
     if sys.argv[1:] == ["--check"]:
+        caught = caught_before()
+        print(f"{sum(fingerprint(mutant) in caught for mutant in MUTANTS)} of {len(MUTANTS)} mutants were seen caught as they stand")
         return
-    mutants, missed, resumes = chosen(sys.argv[1:]), [], sys.argv[1:] == ["--resume"]
+    mutants, missed, resumes = chosen(sys.argv[1:]), [], sys.argv[1:2] == ["--resume"]
+    if resumes:
+        forget_changed()
     waiting = queue.SimpleQueue()
     for mutant in mutants:
         waiting.put(mutant)

@@ -89,6 +89,7 @@ fn installed() -> &'static Path {
         assert!(linked, "no build of the crate has the C interface: {refused:?}");
         let mut install = Command::new(root().join("bindings/c/install.sh"));
         done(install.arg("--prefix").arg(&prefix).arg("--libraries").arg(&libraries));
+        std::fs::remove_dir_all(&libraries).unwrap();
         prefix
     })
 }
