@@ -55,6 +55,19 @@ class Short(Case):
             begin += -(-len(rows) // self.align) * self.align
         return found
 
+    def named(self, rank):
+        """What a dispatch is given."""
+        return dict(layout=self.layout, align=self.align, capacity=self.capacity(rank), drop_overflow=True)
+
+    def outputs(self, rank, got):
+        """The experts' outputs of the rows that are there, and NaNs."""
+        rows = torch.full_like(got.rows, float("nan"))
+        for expert, places, begin in self.kept(rank):
+            made = [self.expert(expert, self.x[s][t]) for s, t in places]
+            if made:
+                rows.view(-1, self.hidden)[begin : begin + len(made)] = torch.tensor(np.array(made), device=DEVICE)
+        return rows
+
     def sums_without(self, rank):
         """The weighted sums of a rank's tokens, without rows that were left out."""
         there = {(e, s, t) for r in range(self.ranks) for e, rows, _ in self.kept(r) for s, t in rows}
@@ -131,12 +144,7 @@ def there_and_back(case):
                 drop_overflow=True, also=("source", "row_expert", "row_count", "source_ranges"),
             )
             check_rows(case, r, got, case.x, words)
-            rows = torch.full_like(got.rows, float("nan"))
-            for expert, places, begin in case.kept(r):
-                made = [case.expert(expert, case.x[s][t]) for s, t in places]
-                if made:
-                    where = rows.view(-1, case.hidden)
-                    where[begin : begin + len(made)] = torch.tensor(np.array(made), device=DEVICE)
+            rows = case.outputs(r, got)
             wanted = case.sums_without(r)
             for _ in range(2):
                 out = ep.combine(rows, got.handle)
@@ -179,6 +187,127 @@ def test_halves_leave_rows_out_too(counts):
         ep.check()
 
     in_threads(DEVICE, 2, rank)
+
+
+def whole(ops, ep, case, r, x, ids, weights, out):
+    got = ops.dispatch(ep, x, ids, weights, **case.named(r))
+    assert got.row_count.shape == (1,) and got.tokens == len(x)
+    out.copy_(ops.combine(case.outputs(r, got), got))
+    return got.rows, got.counts, got.offsets, got.row_count
+
+
+def halves(ops, ep, case, r, x, ids, weights, out):
+    got = ops.dispatch_recv(ep, ops.dispatch_send(ep, x, ids, weights), len(x), **case.named(r))
+    rows = case.outputs(r, got)
+    out.copy_(ops.combine_recv(ops.combine_send(rows, got), rows, got))
+    return got.rows, got.counts, got.offsets, got.row_count
+
+
+def into(ops, ep, case, r, x, ids, weights, out, counted=True):
+    named, masked = case.named(r), case.layout == "masked"
+    number = lambda *shape: torch.full(shape, -1, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    experts, capacity = len(ep.local_experts), named.pop("capacity")
+    rows = torch.full((*(experts,) * masked, capacity, case.hidden), float("nan"), device=DEVICE)
+    counts, offsets, count = number(experts), None if masked else number(experts + 1), number(1) if counted else None
+    handle = ops.dispatch_into(ep, rows, counts, x, ids, weights, offsets=offsets, row_count=count, **named)
+    got = ops.Dispatched(rows, counts, handle, len(x), None, offsets)
+    ops.combine_into(out, case.outputs(r, got), got)
+    return rows, counts, offsets, count
+
+
+def into_without_its_count(*given):
+    return into(*given, counted=False)
+
+
+def compiled(ops, ep, case, r, x, ids, weights, out):
+    named = case.named(r)
+    make = torch.compile(lambda x, ids, weights: ops.dispatch(ep, x, ids, weights, **named), fullgraph=True, backend="eager")
+    got = make(x, ids, weights)
+    out.copy_(ops.combine(case.outputs(r, got), got))
+    return got.rows, got.counts, got.offsets, got.row_count
+
+
+@pytest.mark.parametrize("way", [whole, halves, into, into_without_its_count, compiled])
+@pytest.mark.parametrize("layout, align, lack", [("contiguous", 4, [4, 8, 0]), ("masked", 1, [2, 0, 1])])
+def test_operators_leave_rows_out_too(way, layout, align, lack):
+    ops = pytest.importorskip("tokenyard.ops")
+    case = Short(layout, align, lack, ranks=3, experts=7, top_k=3, tokens=9, seed=5)
+
+    def rank(world):
+        r = world.rank
+        ep = tokenyard.AllToAll(world, **case.limits | PLACE)
+        x, ids, weights = (torch.tensor(value[r], device=DEVICE) for value in (case.x, case.ids, case.weights))
+        out = torch.full_like(x, float("nan"))
+        rows, counts, offsets, count = way(ops, ep, case, r, x, ids, weights, out)
+        came = len(case.full(r)[0]) if layout == "masked" else case.full(r)[1]
+        assert count is None or on_host(count).tolist() == [came]
+        assert on_host(counts).tolist() == [len(places) for _, places, _ in case.kept(r)]
+        if offsets is not None:
+            assert on_host(offsets).tolist() == [begin for *_, begin in case.kept(r)] + [min(came, case.capacity(r))]
+        flat = on_host(rows).reshape(-1, case.hidden)
+        for _, places, begin in case.kept(r):
+            for n, (s, t) in enumerate(places):
+                assert np.array_equal(flat[begin + n], case.x[s][t])
+        assert np.allclose(on_host(out), case.sums_without(r), rtol=0, atol=64 * 2.0**-24 * 16)
+        ep.check()
+
+    in_threads(DEVICE, 3, rank)
+
+
+def test_gradients_without_rows_that_were_left_out():
+    """A row that was left out has no part in its token's gradient, and is none of its expert's."""
+    ops = pytest.importorskip("tokenyard.ops")
+    case = Short("contiguous", 1, [5, 3], ranks=2, experts=4, top_k=2, tokens=8, seed=6)
+
+    def rank(world):
+        r = world.rank
+        ep = tokenyard.AllToAll(world, **case.limits | PLACE, weights="none", dispatch_payload_words=4, payload_words=2)
+        x, ids, weights = (torch.tensor(value[r], device=DEVICE) for value in (case.x, case.ids, case.weights))
+        x.requires_grad_(), weights.requires_grad_()
+        got = ops.dispatch(ep, x, ids, weights, **case.named(r))
+        assert on_host(got.row_count).tolist() == [case.full(r)[1]]
+        used = sum(len(places) for _, places, _ in case.kept(r))
+        weighed = on_host(got.row_weights.detach())
+        assert np.all(weighed[:used] != 0) and np.all(weighed[used:] == 0)
+        out = ops.combine(3 * got.rows, got)
+        there = {(e, s, t) for q in range(case.ranks) for e, rows, _ in case.kept(q) for s, t in rows}
+        named = case.ids[r]
+        kept = np.array([[named[t, k] >= 0 and (named[t, k], r, t) in there for k in range(2)] for t in range(len(named))])
+        factor = 3 * (case.weights[r] * kept).sum(1, keepdims=True)
+        assert np.allclose(on_host(out.detach()), factor * case.x[r], rtol=0, atol=2.0**-15)
+        out.sum().backward()
+        assert np.allclose(on_host(x.grad), np.broadcast_to(factor, case.x[r].shape), rtol=0, atol=2.0**-15)
+        wanted = 3 * kept * case.x[r].sum(1, keepdims=True)
+        assert np.allclose(on_host(weights.grad), wanted, rtol=0, atol=2.0**-12)
+        ep.check()
+
+    in_threads(DEVICE, 2, rank)
+
+
+def test_operators_refuse_what_cannot_be_left_out():
+    ops = pytest.importorskip("tokenyard.ops")
+    case = Short("contiguous", 1, [1], ranks=1, experts=4, top_k=2, tokens=8, seed=7)
+
+    def rank(world):
+        ep = tokenyard.AllToAll(world, **case.limits | PLACE)
+        x, ids, weights = (torch.tensor(value[0], device=DEVICE) for value in (case.x, case.ids, case.weights))
+        for needs in (False, True):
+            x.requires_grad_(needs)
+            for refused in (dict(layout="token"), dict(exact=True), dict(align=4, capacity=6)):
+                with pytest.raises(ValueError, match="drop_overflow"):
+                    ops.dispatch(ep, x, ids, weights, drop_overflow=True, **refused)
+        x.requires_grad_(False)
+        rows, counts = x.new_empty(6, case.hidden), ids.new_empty(4, dtype=torch.int32)
+        for count in (None, ids.new_empty(1, dtype=torch.int32)):
+            with pytest.raises(ValueError, match="drop_overflow"):
+                ops.dispatch_into(ep, rows, counts, x, ids, weights, align=4, row_count=count, drop_overflow=True)
+        got = ops.dispatch(ep, x, ids, weights, align=5, drop_overflow=True)
+        assert int(on_host(got.counts).sum()) == int((case.ids[0] >= 0).sum())
+        # Without it all rows come or none.
+        assert got._replace(row_count=None) and ops.dispatch(ep, x, ids, weights).row_count is None
+        ep.check()
+
+    in_threads(DEVICE, 1, rank)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: graphs of torch")
@@ -228,7 +357,7 @@ def test_without_it_an_output_that_is_too_small_is_an_error():
                 ep.dispatch(x, ids, weights, drop_overflow=True, **refused)
         with pytest.raises(ValueError, match="multiple of align, 0"):
             tokenyard.Output("contiguous", got.rows, got.counts, align=0, drop_overflow=True)
-        got = ep.dispatch(x, ids, weights, align=3, drop_overflow=True)
+        got = ep.dispatch(x, ids, weights, align=5, drop_overflow=True)
         settle(DEVICE)
         assert int(on_host(got.counts).sum()) == int((case.ids[0] >= 0).sum())
         ep.check()

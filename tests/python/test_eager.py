@@ -126,7 +126,7 @@ def test_tensors_of_the_caller_get_what_operators_in_python_bring(layout, more, 
             results = []
             for capacity in (ep.capacity(layout, align), ep.capacity(layout, align) + 5):
                 before = _native.operator_handles()
-                made = ops._made(x, ep, ep.format, layout, capacity, False, False)
+                made = ops._made(x, ep, ep.format, layout, capacity, False, False, False)
                 for tensor in made.values():
                     tensor.view(torch.uint8).fill_(0x5A)
                 versions = {name: tensor._version for name, tensor in made.items()}

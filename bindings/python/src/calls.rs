@@ -397,11 +397,13 @@ impl Output {
         ];
         let others = given.into_iter().filter_map(|(name, value)| value.map(|value| Ok((name, array(name, value)?))));
         let output = Output::of_arrays(layout, align, rows, counts, scales, others.collect::<PyResult<_>>()?)?;
-        if drop_overflow {
-            output.layout.check_drops().map_err(|refused| PyValueError::new_err(refused.to_string()))?;
-        }
-        Ok(Output { column_major, zero_padding, drop_overflow, ..output })
+        Output { column_major, zero_padding, ..output }.dropping(drop_overflow)
     }
+}
+
+/// Refuses layouts and capacities of which no rows are left out.
+pub(super) fn must_drop(layout: Layout) -> PyResult<()> {
+    layout.check_drops().map_err(|refused| PyValueError::new_err(refused.to_string()))
 }
 
 impl Output {
@@ -471,6 +473,14 @@ impl Output {
         others: Vec<(&'static str, Array)>,
     ) -> Output {
         Output { layout, rows, counts, scales, column_major, zero_padding: false, drop_overflow: false, others }
+    }
+
+    /// The same, of which rows without room are left out if `drop_overflow`.
+    pub fn dropping(self, drop_overflow: bool) -> PyResult<Output> {
+        if drop_overflow {
+            must_drop(self.layout)?;
+        }
+        Ok(Output { drop_overflow, ..self })
     }
 
     /// As the API takes it, for a call whose tokens have so many words of a payload.

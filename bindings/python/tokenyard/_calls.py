@@ -204,22 +204,34 @@ class AllToAll:
             shapes["token_weights"] = ((capacity, self._top_k), "fp32")
         return shapes
 
-    def plan(self, format: int, layout: str, align: int, capacity: Optional[int]) -> int:
+    def plan(
+        self, format: int, layout: str, align: int, capacity: Optional[int], drop_overflow: bool = False
+    ) -> int:
         """The number of dispatches with such outputs, for the operator in C. `format`: a number of `formats`.
-        `capacity`: as of `output`."""
+        `capacity` and `drop_overflow`: as of `output`, with "row_count"."""
 
         def make() -> _native.Plan:
             must_lie(layout, align)
             stated = self._formats[format]
-            room = self.capacity(layout, align, stated) if capacity is None else capacity
+            room = self.room(layout, align, stated, drop_overflow) if capacity is None else capacity
             _must_be_number("capacity", room)
             outputs_of = self.shapes(layout, room, stated)
+            if drop_overflow:
+                outputs_of["row_count"] = ((1,), "i32")
             outputs = [(name, *made) for name, made in outputs_of.items()]
-            small = [name for name in ("token_experts", "offsets", "counts") if name in outputs_of]
+            small = [name for name in ("token_experts", "offsets", "row_count", "counts") if name in outputs_of]
             together = small if len(small) > 1 else None
-            return _native.Plan(self._context, self._number, stated, layout, align, outputs, together=together)
+            return _native.Plan(
+                self._context, self._number, stated, layout, align, outputs, together=together,
+                drop_overflow=drop_overflow,
+            )
 
-        return self.planned((format, layout, align, capacity), make)
+        return self.planned((format, layout, align, capacity, drop_overflow), make)
+
+    def room(self, layout: str, align: int, format: Format, drop_overflow: bool) -> int:
+        """The capacity of an output for which none is given."""
+        capacity = self.capacity(layout, align, format)
+        return -(-capacity // align) * align if drop_overflow else capacity
 
     def planned(self, key: Any, make: Callable[[], _native.Plan]) -> int:
         """The number of the plan of this key, which is made if it is not there."""
@@ -274,9 +286,7 @@ class AllToAll:
         if not isinstance(format, Format):
             raise TypeError(f"format is a {type(format).__name__}: give a tokenyard.Format")
         if capacity is None:
-            capacity = self.capacity(layout, align, format)
-            if drop_overflow:
-                capacity = -(-capacity // align) * align
+            capacity = self.room(layout, align, format, drop_overflow)
         _must_be_number("capacity", capacity)
         _must_be_number("payload_words", payload_words)
         make = _maker(like)

@@ -221,6 +221,7 @@ class Plan:
         column_major: bool = False,
         views: Optional[Sequence[Tuple[str, Sequence[int], Sequence[int], int]]] = None,
         together: Optional[Sequence[str]] = None,
+        drop_overflow: bool = False,
     ) -> Plan: ...
     @property
     def number(self) -> int: ...

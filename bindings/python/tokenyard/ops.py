@@ -53,6 +53,8 @@ class Dispatched(NamedTuple):
     token_weights: Optional[torch.Tensor] = None
     row_weights: Optional[torch.Tensor] = None
     """fp32, of the rows' shape: the weight of the choice that each row is, 0 of a row that is none."""
+    row_count: Optional[torch.Tensor] = None
+    """With `drop_overflow`, int32 `[1]`: all rows that came; in the contiguous layout padding included."""
 
 
 # Operators
@@ -135,17 +137,27 @@ def _context(number: int) -> AllToAll:
     return ep
 
 
-def _names(scales: bool, layout: str, row_weights: bool) -> List[str]:
+def _names(scales: bool, layout: str, row_weights: bool, drop_overflow: bool) -> List[str]:
     """What a dispatch returns, in this order. `scales`: whether its format has any."""
     names = ["handle", "rows", "counts"] + ["scales"] * scales + ["offsets"] * (layout == "contiguous")
+    names += ["row_count"] * drop_overflow
     return names + ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
 
 
 def _made(
-    x: torch.Tensor, ep: AllToAll, format: Format, layout: str, capacity: Any, row_weights: bool, zero: bool
+    x: torch.Tensor,
+    ep: AllToAll,
+    format: Format,
+    layout: str,
+    capacity: Any,
+    row_weights: bool,
+    zero: bool,
+    drop_overflow: bool,
 ) -> Dict[str, torch.Tensor]:
     """Outputs of a dispatch, without its handle. `capacity` may be symbolic. `zero`: rows that none fills are 0."""
     shapes = ep.shapes(layout, capacity, format)
+    if drop_overflow:
+        shapes["row_count"] = ((1,), "i32")
     if row_weights:
         shapes["row_weights"] = (shapes["rows"][0][:-1], "fp32")
     made = {}
@@ -155,7 +167,7 @@ def _made(
     return made
 
 
-def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor]) -> Any:
+def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor], drop_overflow: bool) -> Any:
     """The output with these tensors. For row weights also with what they are computed from, which goes into `made`."""
     given: Dict[str, Any] = {name: tensor for name, tensor in made.items() if name != "row_weights"}
     if "row_weights" in made:
@@ -165,7 +177,7 @@ def _output(ep: AllToAll, layout: str, align: int, made: Dict[str, torch.Tensor]
             given[name] = made[name] = made["counts"].new_empty(shape)
         words = (*made["row_weights"].shape, 2 * ep.top_k)
         given["payload"] = made["payload"] = made["row_weights"].new_empty(words)
-    return Output(layout, align=align, **given)
+    return Output(layout, align=align, drop_overflow=drop_overflow, **given)
 
 
 def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor], top_k: int) -> torch.Tensor:
@@ -229,6 +241,7 @@ def _dispatch(
     capacity: int,
     row_weights: bool,
     zero: bool,
+    drop_overflow: bool,
 ) -> List[torch.Tensor]:
     ep = _context(context)
     stated, counts = ep.formats[format], None
@@ -245,8 +258,8 @@ def _dispatch(
         try:
             counts = found.receive(lambda: ep.counts(sent))
             capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
-            made = _made(x, ep, stated, layout, capacity, row_weights, zero)
-            output = _output(ep, layout, align, made)
+            made = _made(x, ep, stated, layout, capacity, row_weights, zero, False)
+            output = _output(ep, layout, align, made, False)
         except BaseException as error:
             setattr(error, "sent", sent)
             raise
@@ -258,9 +271,9 @@ def _dispatch(
                 setattr(error, "sent", sent)
             handle = found.take(error, "handle")
     else:
-        capacity = ep.capacity(layout, align, stated) if capacity == MOST else capacity
-        made = _made(x, ep, stated, layout, capacity, row_weights, zero)
-        output = _output(ep, layout, align, made)
+        capacity = ep.room(layout, align, stated, drop_overflow) if capacity == MOST else capacity
+        made = _made(x, ep, stated, layout, capacity, row_weights, zero, drop_overflow)
+        output = _output(ep, layout, align, made, drop_overflow)
         try:
             handle = ep.dispatch_into(output, x, topk_idx, weights, scales=scales, payload=payload, format=stated)
         except BaseException as error:
@@ -273,9 +286,10 @@ def _dispatch(
     if row_weights:
         _weigh(ep, made)
     made["handle"] = _keep(x, ep, handle, layout, counts)
-    results = [made[name] for name in _names(stated.scales is not None, layout, row_weights)]
+    what = (stated.scales is not None, layout, row_weights, drop_overflow)
+    results = [made[name] for name in _names(*what)]
     if found:
-        found.raise_with(_named(results, x.shape[0], stated.scales is not None, layout, row_weights))
+        found.raise_with(_named(results, x.shape[0], *what))
     return results
 
 
@@ -291,15 +305,16 @@ def _dispatch_fake(
     capacity: Any,
     row_weights: bool,
     zero: bool,
+    drop_overflow: bool,
 ) -> List[torch.Tensor]:
     ep = _context(context)
     if isinstance(capacity, int) and capacity == EXACT:
         capacity = torch.library.get_ctx().new_dynamic_size()
     elif isinstance(capacity, int) and capacity == MOST:
-        capacity = ep.capacity(layout, align, ep.formats[format])
-    made = _made(x, ep, ep.formats[format], layout, capacity, row_weights, False)
+        capacity = ep.room(layout, align, ep.formats[format], drop_overflow)
+    made = _made(x, ep, ep.formats[format], layout, capacity, row_weights, False, drop_overflow)
     made["handle"] = x.new_empty((1,), dtype=torch.int64)
-    return [made[name] for name in _names(ep.facts[format][1], layout, row_weights)]
+    return [made[name] for name in _names(ep.facts[format][1], layout, row_weights, drop_overflow)]
 
 
 def _dispatch_into(
@@ -317,14 +332,16 @@ def _dispatch_into(
     offsets: Optional[torch.Tensor],
     token_experts: Optional[torch.Tensor],
     token_weights: Optional[torch.Tensor],
+    row_count: Optional[torch.Tensor],
+    drop_overflow: bool,
 ) -> torch.Tensor:
     ep = _context(context)
     must_lie(layout, align)
     stated = ep.formats[format]
     given = {"rows": rows, "counts": counts, "scales": row_scales, "offsets": offsets}
-    given |= {"token_experts": token_experts, "token_weights": token_weights}
+    given |= {"token_experts": token_experts, "token_weights": token_weights, "row_count": row_count}
     made = {name: tensor for name, tensor in given.items() if tensor is not None}
-    output = _output(ep, layout, align, made)
+    output = _output(ep, layout, align, made, drop_overflow)
     weights = topk_weights if stated.weights == "dispatch" else None
     found = Found()
     try:
@@ -365,29 +382,29 @@ def _one_round(ep: AllToAll) -> AllToAll:
 
 
 def _dispatch_recv(
-    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: int, zero: bool
+    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: int, drop_overflow: bool
 ) -> List[torch.Tensor]:
     kept, ep = _kept("sent", sent, Sent), _context(context)
     if kept.ep is not ep:
         raise ValueError(f"sent is of context {kept.ep.number}, and ep is {ep.number}: give the context that sent it")
     stated = ep.formats[format]
     must_lie(layout, align)
-    capacity = kept.ep.capacity(layout, align, stated) if capacity == MOST else capacity
-    made = _made(sent, kept.ep, stated, layout, capacity, False, zero)
-    handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, layout, align, made))
+    capacity = kept.ep.room(layout, align, stated, drop_overflow) if capacity == MOST else capacity
+    made = _made(sent, kept.ep, stated, layout, capacity, False, False, drop_overflow)
+    handle = kept.ep.dispatch_recv(kept.value, _output(kept.ep, layout, align, made, drop_overflow))
     made["handle"] = _keep(sent, kept.ep, handle, layout)
-    return [made[name] for name in _names(stated.scales is not None, layout, False)]
+    return [made[name] for name in _names(stated.scales is not None, layout, False, drop_overflow)]
 
 
 def _dispatch_recv_fake(
-    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: Any, zero: bool
+    sent: torch.Tensor, context: int, format: int, layout: str, align: int, capacity: Any, drop_overflow: bool
 ) -> List[torch.Tensor]:
     ep = _context(context)
     if isinstance(capacity, int) and capacity == MOST:
-        capacity = ep.capacity(layout, align, ep.formats[format])
-    made = _made(sent, ep, ep.formats[format], layout, capacity, False, False)
+        capacity = ep.room(layout, align, ep.formats[format], drop_overflow)
+    made = _made(sent, ep, ep.formats[format], layout, capacity, False, False, drop_overflow)
     made["handle"] = sent.new_empty((1,))
-    return [made[name] for name in _names(ep.facts[format][1], layout, False)]
+    return [made[name] for name in _names(ep.facts[format][1], layout, False, drop_overflow)]
 
 
 def _unweighted(kept: _Kept) -> _Kept:
@@ -468,17 +485,18 @@ _TOKENS = "Tensor x, Tensor topk_idx, Tensor? topk_weights, Tensor? scales, int 
 _PLACE = "str layout, int align"
 _ROWS = "Tensor rows, Tensor handle"
 _FILLED = "Tensor(a!) rows, Tensor(b!) counts, Tensor(c!)? row_scales, Tensor(d!)? offsets, "
-_FILLED += "Tensor(e!)? token_experts, Tensor(f!)? token_weights"
+_FILLED += "Tensor(e!)? token_experts, Tensor(f!)? token_weights, Tensor(g!)? row_count"
 
 # Each operator's arguments and results, what it does, and its fake.
 _OPERATORS: Dict[str, Tuple[str, Any, Any]] = {
     "dispatch": (
-        f"({_TOKENS}, {_PLACE}, SymInt capacity, bool row_weights, bool zero) -> Tensor[]", _dispatch, _dispatch_fake
+        f"({_TOKENS}, {_PLACE}, SymInt capacity, bool row_weights, bool zero, bool drop_overflow) -> Tensor[]",
+        _dispatch, _dispatch_fake,
     ),
-    "dispatch_into": (f"({_TOKENS}, {_PLACE}, {_FILLED}) -> Tensor", _dispatch_into, _stands),
+    "dispatch_into": (f"({_TOKENS}, {_PLACE}, {_FILLED}, bool drop_overflow) -> Tensor", _dispatch_into, _stands),
     "dispatch_send": (f"({_TOKENS}) -> Tensor", _dispatch_send, _stands),
     "dispatch_recv": (
-        f"(Tensor sent, int context, int format, {_PLACE}, SymInt capacity, bool zero) -> Tensor[]",
+        f"(Tensor sent, int context, int format, {_PLACE}, SymInt capacity, bool drop_overflow) -> Tensor[]",
         _dispatch_recv, _dispatch_recv_fake,
     ),
     "dispatch_again": (
@@ -515,9 +533,9 @@ _OPS = torch.ops.tokenyard
 
 
 def _dispatch_setup(ctx: Any, inputs: Tuple[Any, ...], output: List[torch.Tensor]) -> None:
-    x, topk_idx, _weights, _scales, context, format, layout, _align, _capacity, row_weights, _zero = inputs
+    x, topk_idx, _weights, _scales, context, format, layout, _align, _capacity, row_weights, _zero, drop = inputs
     ctx.save_for_backward(output[0])
-    ctx.names = _names(_context(context).facts[format][1], layout, row_weights)
+    ctx.names = _names(_context(context).facts[format][1], layout, row_weights, drop)
     ctx.rows, ctx.dtype, ctx.tokens, ctx.top_k = output[1].shape, output[1].dtype, x.shape[0], topk_idx.shape[1]
     ctx.inputs, ctx.x, ctx.choices = len(inputs), x.dtype, 0 if layout == "token" else _context(context).top_k
 
@@ -625,17 +643,20 @@ def dispatch(
     align: int = 1,
     capacity: Optional[int] = None,
     exact: bool = False,
+    drop_overflow: bool = False,
 ) -> Dispatched:
     """As `AllToAll.dispatch`. `format`: a number of `ep.formats`. Where its weights are "none" and weights are given,
-    rows have `row_weights`, which `combine` applies. Rows that no token has are 0 where gradients may be asked for. An
-    error of a call that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the
-    other ranks do."""
+    rows have `row_weights`, which `combine` applies. Rows that no token has are 0 where gradients may be asked for. With
+    `drop_overflow` rows for which there is no room are left out, and `row_count` is of all that came. An error of a call
+    that took place, such as `RoutingError`, has what was made as its `dispatched`: combine that, as the other ranks
+    do."""
     weights, has_scales = _checked(ep, format, capacity)
     row_weights = weights == "none" and topk_weights is not None
     if not (exact or row_weights) and _eager.plain(x, topk_idx, topk_weights, scales):
         brought = topk_weights if weights == "dispatch" else None
-        made, found = _eager.dispatch(ep.plan(format, layout, align, capacity), x, topk_idx, brought, scales)
-        results = _named(made, x.shape[0], has_scales, layout, False) if made else None
+        plan = ep.plan(format, layout, align, capacity, drop_overflow)
+        made, found = _eager.dispatch(plan, x, topk_idx, brought, scales)
+        results = _named(made, x.shape[0], has_scales, layout, False, drop_overflow) if made else None
         found.raise_with(results)
         if results is not None:
             return results
@@ -643,12 +664,14 @@ def dispatch(
     zero = torch.is_grad_enabled() and (
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
     )
+    if exact and drop_overflow:
+        raise ValueError("drop_overflow is set with exact: such outputs have room for all rows, so leave one of both out")
     room = EXACT if exact else MOST if capacity is None else capacity
     _must_be_real(x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales)
     got = _OPS.dispatch(
-        x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero
+        x, topk_idx, topk_weights, scales, ep.number, format, layout, align, room, row_weights, zero, drop_overflow
     )
-    return _named(got, x.shape[0], has_scales, layout, row_weights)
+    return _named(got, x.shape[0], has_scales, layout, row_weights, drop_overflow)
 
 
 def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
@@ -659,15 +682,17 @@ def host_counts(got: Dispatched) -> Tuple[List[int], List[int]]:
     return counts
 
 
-def _named(got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool) -> Dispatched:
-    if layout == "contiguous" and not row_weights:
+def _named(
+    got: List[torch.Tensor], tokens: int, scales: bool, layout: str, row_weights: bool, drop_overflow: bool
+) -> Dispatched:
+    if layout == "contiguous" and not (row_weights or drop_overflow):
         # What decoding calls most.
         if scales:
             handle, rows, counts, row_scales, offsets = got
             return Dispatched(rows, counts, handle, tokens, row_scales, offsets)
         handle, rows, counts, offsets = got
         return Dispatched(rows, counts, handle, tokens, None, offsets)
-    return Dispatched(tokens=tokens, **dict(zip(_names(scales, layout, row_weights), got)))
+    return Dispatched(tokens=tokens, **dict(zip(_names(scales, layout, row_weights, drop_overflow), got)))
 
 
 def dispatch_into(
@@ -686,6 +711,8 @@ def dispatch_into(
     offsets: Optional[torch.Tensor] = None,
     token_experts: Optional[torch.Tensor] = None,
     token_weights: Optional[torch.Tensor] = None,
+    row_count: Optional[torch.Tensor] = None,
+    drop_overflow: bool = False,
 ) -> torch.Tensor:
     """Into tensors of the caller, as those of `AllToAll.output`; returns the handle. Has no gradient. An error of a call
     that took place, such as `RoutingError`, has the handle as its `handle`: combine that, as the other ranks do."""
@@ -694,10 +721,12 @@ def dispatch_into(
     outputs = (rows, counts, row_scales, first, token_weights)
     given = x is not None and topk_idx is not None and rows is not None and counts is not None
     usual = given and (offsets is None if of_tokens else token_experts is None and token_weights is None)
+    usual = usual and row_count is None
     if usual and _eager.plain(x, topk_idx, topk_weights, scales) and _eager.writable(*outputs):
         brought = topk_weights if weights == "dispatch" else None
         try:
-            made = _eager.dispatch_into(ep.plan(format, layout, align, 0), x, topk_idx, brought, scales, *outputs)
+            plan = ep.plan(format, layout, align, 0, drop_overflow)
+            made = _eager.dispatch_into(plan, x, topk_idx, brought, scales, *outputs)
         except BaseException as error:
             # Of a call that took place.
             if hasattr(error, "handle"):
@@ -706,19 +735,19 @@ def dispatch_into(
         if made is not None:
             _eager.written(*outputs)
             return made
-    no_gradient("dispatch_into", x, topk_weights, *outputs)
+    no_gradient("dispatch_into", x, topk_weights, *outputs, row_count)
     _must_be_tensors(x=x, topk_idx=topk_idx, rows=rows, counts=counts)
     _must_be_written(
         rows=rows, counts=counts, row_scales=row_scales, offsets=offsets, token_experts=token_experts,
-        token_weights=token_weights,
+        token_weights=token_weights, row_count=row_count,
     )
     _must_be_real(
         x=x, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales, rows=rows, counts=counts, row_scales=row_scales,
-        offsets=offsets, token_experts=token_experts, token_weights=token_weights,
+        offsets=offsets, token_experts=token_experts, token_weights=token_weights, row_count=row_count,
     )
     handle: torch.Tensor = _OPS.dispatch_into(
         x, topk_idx, topk_weights, scales, ep.number, format, layout, align, rows, counts, row_scales, offsets,
-        token_experts, token_weights,
+        token_experts, token_weights, row_count, drop_overflow,
     )
     return handle
 
@@ -749,12 +778,13 @@ def dispatch_recv(
     layout: str = "contiguous",
     align: int = 1,
     capacity: Optional[int] = None,
+    drop_overflow: bool = False,
 ) -> Dispatched:
     """The receiving half of a dispatch of so many tokens, in the same format."""
     has_scales = _checked(ep, format, capacity)[1]
     room = MOST if capacity is None else capacity
-    got = _OPS.dispatch_recv(sent, ep.number, format, layout, align, room, False)
-    return _named(got, tokens, has_scales, layout, False)
+    got = _OPS.dispatch_recv(sent, ep.number, format, layout, align, room, drop_overflow)
+    return _named(got, tokens, has_scales, layout, False, drop_overflow)
 
 
 def dispatch_again(x: torch.Tensor, got: Dispatched) -> torch.Tensor:

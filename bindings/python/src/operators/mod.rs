@@ -259,6 +259,7 @@ struct Prepared {
     made: Vec<Made>,
     /// Of scales.
     column_major: bool,
+    drop_overflow: bool,
 }
 
 /// Dispatches of a context with outputs of the same layout and size, for `torch.ops.tokenyard._dispatch`.
@@ -275,8 +276,8 @@ fn prepared(number: i64) -> Option<Arc<Prepared>> {
 }
 
 /// Names and dtypes of outputs.
-const NAMES: [&str; 8] =
-    ["rows", "counts", "scales", "offsets", "token_experts", "token_weights", "source", "source_ranges"];
+const NAMES: [&str; 9] =
+    ["rows", "counts", "scales", "offsets", "token_experts", "token_weights", "source", "source_ranges", "row_count"];
 const DTYPES: [(&str, Element); 6] = [
     ("bf16", Element::Bf16),
     ("fp16", Element::Fp16),
@@ -307,9 +308,11 @@ impl Plan {
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs of one dtype that share
     /// one memory in this order, since each takes time to make. torch may make the last of them larger.
+    /// `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
-        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None
+        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None,
+        drop_overflow=false,
     ))]
     // The parameters are Python's.
     #[allow(clippy::too_many_arguments)]
@@ -323,6 +326,7 @@ impl Plan {
         column_major: bool,
         views: Option<Vec<View>>,
         together: Option<Vec<String>>,
+        drop_overflow: bool,
     ) -> PyResult<Plan> {
         let together = together.unwrap_or_default();
         let mut shared: Option<usize> = None;
@@ -364,6 +368,9 @@ impl Plan {
         let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
         let layout = calls::layout(layout, align, rows.unwrap_or(&[]))?;
+        if drop_overflow {
+            calls::must_drop(layout)?;
+        }
         let core = context.core();
         let place = core.place();
         let format = format.clone();
@@ -373,7 +380,8 @@ impl Plan {
             must_be_inside(output, &sizes, &strides, offset)?;
             output.seen = Some(Seen { sizes, strides, offset: output.offset + offset });
         }
-        let prepared = Prepared { core, context: number, format, layout, place, memories, made, column_major };
+        let context = number;
+        let prepared = Prepared { core, context, format, layout, place, memories, made, column_major, drop_overflow };
         let prepared = Arc::new(prepared);
         static NUMBERS: AtomicI64 = AtomicI64::new(1);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -531,7 +539,8 @@ fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outc
         let align = if let Layout::Contiguous { align, .. } = prepared.layout { align } else { 1 };
         let (layout, rows, counts) =
             (calls::layout_name(prepared.layout), read("rows", rows)?, read("counts", counts)?);
-        let output = Output::of_arrays(layout, align, rows, counts, scales, others)?;
+        let output =
+            Output::of_arrays(layout, align, rows, counts, scales, others)?.dropping(prepared.drop_overflow)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
         let to = output.given(&call, 0)?;
@@ -610,7 +619,8 @@ impl Prepared {
         }
         let (Some(rows), Some(counts)) = (rows, counts) else { return Err(Failure::NotHere) };
         let places = rows.places().into();
-        let output = Output::made(self.layout, rows, counts, scales, self.column_major, others).given(call, 0)?;
+        let output = Output::made(self.layout, rows, counts, scales, self.column_major, others);
+        let output = output.dropping(self.drop_overflow)?.given(call, 0)?;
         Ok((made, output, places))
     }
 
