@@ -97,7 +97,7 @@ vm_ended
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
 # Programs in C run this one.
-objects+=(--object "$target/tmp/c/libraries/libtokenyard.so")
+objects+=(--object "$target/tmp/c/prefix/lib/libtokenyard.so")
 "$tools/llvm-profdata" merge -sparse "$target"/profiles/*.profraw -o "$target/all.profdata"
 "$tools/llvm-cov" export -format=lcov -instr-profile "$target/all.profdata" "${objects[@]}" >"$target/lines.info"
 python3 tests/coverage.py "$target/lines.info" 85

@@ -516,6 +516,8 @@ STATED = {mutant[0]: (kind, words) for kind, words, group in GROUPS for mutant i
 # Seconds; some mutants never end.
 LONGEST_CHECK = 200
 LONGEST_BUILD = 900
+# How often as long as a check takes that passes it may take, on a machine that is busy.
+SLOWER = 4
 
 
 def run_whole(command, folder, environment, limit):
@@ -533,6 +535,9 @@ def run_whole(command, folder, environment, limit):
 
 class Worker:
     """A copy of the tree with a build folder of its own."""
+
+    # How long checks took that passed.
+    took = {}
 
     def __init__(self, number):
         self.tree = PLACE / f"tree-{number}"
@@ -691,10 +696,11 @@ class Worker:
         separate = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if separate or name in STATED else schedules
 
-    def caught_by(self, checks, limit=LONGEST_CHECK, hangs_are_caught=True):
+    def caught_by(self, checks, longest=LONGEST_CHECK, hangs_are_caught=True):
         """The name of the check that fails, with its last line, or None; no name if its test program does not build, or
         if it passes its limit and that proves nothing."""
         for name, command in checks:
+            limit = max(longest, SLOWER * self.took.get(name, 0))
             # Apart from the check, whose limit a build of a whole test program may pass: that would look like a catch.
             if command[0] == "cargo":
                 arguments = command[:command.index("--")] if "--" in command else command
@@ -704,6 +710,7 @@ class Worker:
                     return "", f"{name}: the test program is not built within {LONGEST_BUILD} s"
                 if built.returncode != 0:
                     return "", f"{name}: the test program does not build: {built.stderr}"
+            start = time.time()
             try:
                 result = self.run(command, limit)
             except subprocess.TimeoutExpired:
@@ -715,6 +722,7 @@ class Worker:
                 return name, (panics or lines[-1:] or [f"exit status {result.returncode}"])[0]
             if command[0] == "cargo" and not re.search(r"\b[1-9]\d* passed", result.stdout):
                 return "", f"{name}: no test ran"
+            self.took[name] = max(self.took.get(name, 0), time.time() - start)
         return None
 
     def judge(self, mutant):
@@ -776,7 +784,7 @@ def prepare(mutants):
             problems.append("the tree does not build: " + unmutated.stderr)
         checks = worker.checks_of_all(mutants)
         while not problems and (number := next_of(waiting)) is not None:
-            if (false_alarm := worker.caught_by([checks[number]])) is not None:
+            if (false_alarm := worker.caught_by([checks[number]], LONGEST_BUILD)) is not None:
                 problems.append(f"the suite fails without any mutant: {false_alarm}")
 
     in_threads(work, workers)
