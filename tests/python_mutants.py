@@ -170,6 +170,7 @@ MUTANTS = [
     ("operators in C leave no rows out", IN_C, "output.dropping(self.drop_overflow)?", "output.dropping(false)?", "test_drop.py"),
     ("capacities not rounded where rows are left out", CALLS, "align) * align if drop_overflow else capacity", "1) * 1 if drop_overflow else capacity",
      "test_drop.py"),
+    ("compiled code leaves out calls of which nothing is used", OPS, 'elif "!" not in schema:', "elif False:", OPERATORS),
     ("rows of an output with room thrown away", ERRORS, "return isinstance(self._error, CapacityError)", "return bool(self)", "test_eager.py"),
     ("rows of an output without room kept", EAGER, "        made[1].zero_()\n", "        pass\n", "test_eager.py"),
     ("tokens of sources taken for their ranks", PLANNED, "(2 * capacity, 2), 1)", "(2 * capacity, 2), 0)", "test_low_latency.py"),

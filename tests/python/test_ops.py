@@ -237,6 +237,44 @@ def test_compiled_ranks():
     in_threads(DEVICE, case.ranks, rank)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_calls_of_which_nothing_is_used(monkeypatch, backend):
+    """Other ranks wait for them, so they are made, in the order of the source."""
+    if backend == "inductor" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        pytest.skip("Inductor leaves them out before torch 2.10")
+    if backend == "inductor" and DEVICE == "cuda":
+        pytest.skip("Inductor needs Triton for GPUs")
+    case = Case(ranks=1, seed=28)
+    ep = context(tokenyard.World.threads(1)[0], case)
+    x, ids, w = tensors(case, 0)
+    made = []
+    for name, place in (("dispatch_into", 2), ("dispatch_send", 1), ("dispatch_recv", None), ("combine", None)):
+        call = getattr(tokenyard.AllToAll, name)
+
+        def noted(*given, _name=name, _place=place, _call=call, **named):
+            made.append(_name if _place is None else (_name, given[_place].shape[0]))
+            return _call(*given, **named)
+
+        monkeypatch.setattr(tokenyard.AllToAll, name, noted)
+
+    def step(x, ids, w):
+        got = ops.dispatch(ep, x[:3], ids[:3], w[:3])
+        ops.dispatch(ep, x[:5], ids[:5], w[:5])
+        ops.combine(got.rows * 2.0, got)
+        ops.dispatch_recv(ep, ops.dispatch_send(ep, x[:4], ids[:4], w[:4]), 4)
+        last = ops.dispatch(ep, x[:2], ids[:2], w[:2])
+        return x + 1.0, last.counts
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for _ in range(2):
+        made.clear()
+        y, counts = compiled(x, ids, w)
+        assert torch.equal(y, x + 1.0) and counts.sum() == (ids[:2] >= 0).sum()
+        assert made == [
+            ("dispatch_into", 3), ("dispatch_into", 5), "combine", ("dispatch_send", 4), "dispatch_recv", ("dispatch_into", 2),
+        ]
+
+
 def test_halves_and_given_outputs_compiled_whole():
     case = Case(ranks=1, seed=25)
     ep = context(tokenyard.World.threads(1)[0], case)

@@ -15,12 +15,14 @@ collective, so every rank runs backward, too.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import weakref
 from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.autograd.forward_ad
+import torch.fx
 
 from . import _choices, _eager, _native
 from ._calls import CONTEXTS, AllToAll, must_lie
@@ -527,6 +529,26 @@ for _operator, (_schema, _work, _fake) in _OPERATORS.items():
     _LIBRARY.impl(_operator, _work, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tokenyard::{_operator}", _fake, lib=_LIBRARY)
 _OPS = torch.ops.tokenyard
+
+
+def _keep_all() -> None:
+    """Calls are collective: other ranks wait for each. So compiled code makes them all, in the order of its source, also
+    where it uses nothing of what they return. Before torch 2.10 Inductor leaves such calls out all the same."""
+    try:
+        effects: Any = importlib.import_module("torch._library.effects")
+        register: Any = importlib.import_module("torch._higher_order_ops.effects")._register_effectful_op
+    except (ImportError, AttributeError):
+        effects = None
+    for name, (schema, *_) in _OPERATORS.items():
+        operator = getattr(_OPS, name).default
+        if effects is None:
+            torch.fx.node.has_side_effect(operator)
+        elif "!" not in schema:
+            # Those that write into tensors are kept for that.
+            register(operator, effects.EffectType.ORDERED)
+
+
+_keep_all()
 
 
 # Gradients
