@@ -37,7 +37,7 @@ BUFFER, CONTEXTS, CONFIG, CHECKS, HYBRID, ELASTIC, ELASTIC_CALLS = (
 )
 CHOICES = f"{PACKAGE}/_choices.py"
 HOSTS = f"{PACKAGE}/_hosts.py"
-NAMES = f"{PACKAGE}/deep_ep/_names.py"
+NAMES, SHARED = (f"{PACKAGE}/deep_ep/{name}.py" for name in ("_names", "_shared"))
 ERRORS = f"{PACKAGE}/_errors.py"
 ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
     f"{NATIVE}/{name}.rs" for name in ("arrays", "calls", "context", "worlds", "proxies")
@@ -171,6 +171,13 @@ MUTANTS = [
     ("capacities not rounded where rows are left out", CALLS, "align) * align if drop_overflow else capacity", "1) * 1 if drop_overflow else capacity",
      "test_drop.py"),
     ("compiled code leaves out calls of which nothing is used", OPS, 'elif "!" not in schema:', "elif False:", OPERATORS),
+    ("exact dispatches of two threads mixed", CALLS, "            with self.one_call():\n                return", "            if True:\n                return",
+     "test_calls.py"),
+    ("exact operators of two threads mixed", OPS, "with ep.one_call():", "if True:", OPERATORS),
+    ("contexts of buffers wait for 30 s", SHARED, "if seconds > world.timeout else world", "if False else world", "test_low_latency.py"),
+    ("a refused call receives the one before", BUFFER, "            _checks.low_latency_tokens(x, topk_idx, shape.members[0], shape.scaled)\n",
+     "", "test_low_latency.py"),
+    ("rows that overlap make a context", CHECKS, "pitch < x.shape[1] or ", "", "test_low_latency.py"),
     ("rows of an output with room thrown away", ERRORS, "return isinstance(self._error, CapacityError)", "return bool(self)", "test_eager.py"),
     ("rows of an output without room kept", EAGER, "        made[1].zero_()\n", "        pass\n", "test_eager.py"),
     ("tokens of sources taken for their ranks", PLANNED, "(2 * capacity, 2), 1)", "(2 * capacity, 2), 0)", "test_low_latency.py"),

@@ -32,6 +32,11 @@ pub fn set_relax_hook(hook: Option<fn(&'static str, u32)>) {
     HOOK.with(|h| h.set(hook));
 }
 
+/// Whether other waits of this thread may run in the middle of one: of an ordinary thread none can.
+pub fn has_fibers() -> bool {
+    HOOK.with(Cell::get).is_some()
+}
+
 /// Lets others run once; `site` names the wait, which has polled `polls` times before.
 pub fn relax(site: &'static str, polls: u32) {
     match HOOK.with(Cell::get) {

@@ -242,6 +242,24 @@ def test_threads_of_one_context_get_the_errors_of_their_own_calls():
     assert not any(right) and all(wrong)
 
 
+def test_exact_dispatches_of_several_threads_come_one_after_the_other():
+    case = Case(ranks=1)
+    ep = tokenyard.AllToAll(tokenyard.World.threads(1)[0], **case.limits)
+    wanted = [len(case.rows_of(expert)) for expert in range(case.experts)]
+
+    def thread(number):
+        for turn in range(60):
+            got = ep.dispatch(case.x[0], case.ids[0], case.weights[0], exact=(number + turn) % 3 != 0)
+            assert list(got.counts) == wanted
+        return None
+
+    in_ranks([0, 1, 2], thread)
+    # A call that fails lets go of the context, too.
+    with pytest.raises(TypeError):
+        ep.dispatch(case.x[0], None, case.weights[0], exact=True)
+    in_ranks([0, 1], thread)
+
+
 def test_new_rows_are_in_the_format_of_the_handles_dispatch():
     case = Case(ranks=1, seed=13)
     other = tokenyard.Format(case.hidden, case.tokens, dtype="fp16", combine_dtype="fp32")

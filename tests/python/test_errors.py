@@ -140,6 +140,53 @@ def test_ctrl_c_ends_a_wait():
     timer.join()
 
 
+def test_a_worlds_deadline_is_its_own():
+    world, other = tokenyard.World.threads(2)
+    assert world.timeout == 30.0
+    hasty = world.with_timeout(0.2)
+    assert (hasty.timeout, hasty.rank, hasty.size, world.timeout) == (0.2, 0, 2, 30.0)
+    start = time.monotonic()
+    with pytest.raises(tokenyard.BootstrapError, match="waited 200 ms"):
+        hasty.barrier()
+    assert time.monotonic() - start < 10
+    for seconds in (-1.0, 2e9, float("nan")):
+        with pytest.raises(ValueError, match="seconds is"):
+            other.with_timeout(seconds)
+    with pytest.raises(TypeError):
+        other.with_timeout(None)
+
+
+def test_a_signals_handler_that_would_wait_for_the_wait_that_it_interrupts_is_refused_at_once():
+    world, other = tokenyard.World.threads(2)
+    found = []
+
+    def handler(*_):
+        start = time.monotonic()
+        with pytest.raises(tokenyard.BootstrapError, match="in the middle of another collective"):
+            world.barrier()
+        found.append(time.monotonic() - start)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        late = threading.Timer(1.0, other.barrier)
+        late.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        world.barrier()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    late.join()
+    assert len(found) == 1 and found[0] < 5
+
+    def gather(what, own, seconds):
+        if what.startswith("barrier"):
+            alone.all_gather(b"")
+        return [own]
+
+    alone = tokenyard.World.over(0, 1, gather)
+    with pytest.raises(tokenyard.BootstrapError, match="in the middle of another collective"):
+        alone.barrier()
+
+
 def test_ctrl_c_ends_a_call_and_its_arrays_live_on():
     case = Case(ranks=2)
     limits = case.limits | {"timeout": 4.0}

@@ -13,6 +13,7 @@ from rig import Case, settle, the_torch
 
 torch = the_torch()
 
+from torch._subclasses import FakeTensorMode  # noqa: E402: after torch
 from test_eager import needs_them, of_ranks, python_alone  # noqa: E402, F401: after torch, and a fixture
 from test_ops import DEVICE, PLACE, tensors  # noqa: E402
 from tokenyard import _eager, _native, deep_ep, ops  # noqa: E402
@@ -367,6 +368,58 @@ def test_unusable_routing_of_a_hooks_call_on_a_gpu():
 
 
 @needs_them
+def unusual(x, ids):
+    """Arguments of a low-latency dispatch that no call takes, and what is said of them."""
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    columns, tokens = x.shape[1], x.shape[0]
+    wide = torch.zeros(tokens, columns + 2, dtype=x.dtype, device=x.device)
+    return [
+        ((x, ids.to("meta")), "topk_idx is on meta"), ((x.t().contiguous().t(), ids), "x has the strides"),
+        ((x[:1].expand(tokens, columns), ids), "x has the strides"), ((wide[:, :columns], ids), "x has the strides"),
+        ((wide[1:2, :columns], ids[:1]), "x has the strides"), ((freed, ids), "x has no memory"),
+        ((x.to_sparse(), ids), "x is torch.sparse_coo"), ((x._neg_view(), ids), "x is a negative view"),
+        ((FakeTensorMode().from_tensor(x), ids), "x has no memory"),
+        ((x, ids, torch.zeros(5, dtype=torch.int32, device=x.device)), "cumulative_local_expert_recv_stats has the shape"),
+        ((x, ids, None, torch.zeros(5, dtype=torch.int64, device=x.device)), "dispatch_wait_recv_cost_stats has the shape"),
+    ]
+
+
+def test_tensors_that_no_low_latency_call_takes_are_refused_before_a_context_is_made():
+    """Other ranks make none for such a call, so the rank would wait for them, and lose the one that was there."""
+    case, buffer, x, ids, weights = one_rank()
+    for given, message in unusual(x, ids):
+        with pytest.raises(ValueError, match=message):
+            buffer.low_latency_dispatch(*given[:2], case.tokens, case.experts, *given[2:], use_fp8=False)
+        assert buffer._low_latency.made() is None
+
+
+def test_a_low_latency_call_that_is_refused_leaves_the_one_before_to_its_hook():
+    case, buffer, x, ids, weights = one_rank()
+    named = dict(use_fp8=False, return_recv_hook=True)
+    buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, **named)[-1]()
+    rows, _counts, handle, _event, hook = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, **named)
+    for given, message in unusual(x, ids)[:9]:
+        for hooks in (False, True):
+            with pytest.raises(ValueError, match=message):
+                buffer.low_latency_dispatch(*given, case.tokens, case.experts, use_fp8=False, return_recv_hook=hooks)
+            assert buffer._dispatched.waits()
+    hook()
+    sums = buffer.low_latency_combine(rows, ids, weights, handle)[0]
+    wanted = (weights * (ids >= 0)).sum(1, keepdim=True) * x.float()
+    torch.testing.assert_close(sums.float(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_contexts_of_buffers_wait_as_long_as_their_calls():
+    (world,) = tokenyard.World.threads(1)
+    assert deep_ep.Buffer(world)._open().timeout == 100.0
+    assert deep_ep.HybridEPBuffer(world, 64, 8, 2, use_fp8=False)._open().timeout == 100.0
+    sizes = dict(num_max_tokens_per_rank=8, hidden=128, num_topk=1)
+    for seconds, longest in ((3, 30.0), (70, 70.0)):
+        assert deep_ep.ElasticBuffer(world, **sizes, num_gpu_timeout_secs=seconds)._open().timeout == longest
+    assert world.timeout == 30.0
+
+
 def test_handles_that_nobody_takes_go():
     case, buffer, x, ids, weights = one_rank()
     handle = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts)[2]

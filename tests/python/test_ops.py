@@ -275,6 +275,19 @@ def test_compiled_calls_of_which_nothing_is_used(monkeypatch, backend):
         ]
 
 
+def test_exact_dispatches_of_several_threads():
+    case = Case(ranks=1, seed=29)
+    ep = context(tokenyard.World.threads(1)[0], case)
+    x, ids, w = tensors(case, 0)
+
+    def thread(number):
+        for _ in range(40):
+            got = ops.dispatch(ep, x, ids, w, exact=True)
+            near(ops.combine(got.rows, got), (w * (ids >= 0)).sum(1, keepdim=True).double() * x, 16)
+
+    in_threads(DEVICE, 3, lambda world: thread(world.rank))
+
+
 def test_halves_and_given_outputs_compiled_whole():
     case = Case(ranks=1, seed=25)
     ep = context(tokenyard.World.threads(1)[0], case)

@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use super::collective::{COLLECTIVE_LEFT, Failure, INTERRUPTED};
@@ -113,14 +113,31 @@ impl Port {
 
 /// One collective at a time per rank; clones of a world wait for each other.
 #[derive(Debug, Default)]
-pub(super) struct Exclusive(AtomicBool);
+pub(super) struct Exclusive(Mutex<Option<ThreadId>>);
 
 /// Held by the rank's current collective; released when dropped.
-pub(super) struct Busy<'a>(&'a AtomicBool);
+pub(super) struct Busy<'a>(&'a Exclusive);
 
 impl Exclusive {
+    fn holder(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<Busy<'_>> {
-        let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| Busy(&self.0));
+        let own = std::thread::current().id();
+        if *self.holder() == Some(own) && !wait::has_fibers() {
+            return Err(Error::bootstrap(
+                format!("collective \"{what}\" is called in the middle of another collective of this rank"),
+                "leave it out of signals' handlers and of the world's all-gather",
+            ));
+        }
+        let free = || {
+            let mut holder = self.holder();
+            holder.is_none().then(|| {
+                *holder = Some(own);
+                Busy(self)
+            })
+        };
         let free = wait::poll_unless(what, timeout, "the collective has not begun; call it again", free)?;
         free.ok_or_else(|| {
             Error::bootstrap(
@@ -133,7 +150,7 @@ impl Exclusive {
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+        *self.0.holder() = None;
     }
 }
 
@@ -250,7 +267,13 @@ mod tests {
         let exclusive = Exclusive::default();
         let taken = exclusive.take("first", Duration::from_millis(1)).unwrap();
         for _ in 0..2 {
-            assert!(exclusive.take("second", Duration::from_millis(1)).is_err());
+            std::thread::scope(|scope| {
+                let other = scope.spawn(|| exclusive.take("second", Duration::from_millis(1)).err());
+                assert!(other.join().unwrap().unwrap().to_string().contains("waited 1 ms for another collective"));
+            });
+            // This thread would wait for itself.
+            let refused = exclusive.take("second", Duration::from_secs(3600)).err().unwrap();
+            assert!(refused.to_string().contains("in the middle of another collective"), "{refused}");
         }
         drop(taken);
         assert!(exclusive.take("third", Duration::from_millis(1)).is_ok());

@@ -31,6 +31,32 @@ pub(super) struct Context {
     core: Arc<Core>,
 }
 
+/// Halves that are a call of one thread together, as a context manager: others' calls of this kind wait for its end, and
+/// on the CPU device all others' calls.
+#[pyclass(frozen, module = "tokenyard._native")]
+pub(super) struct OneCall {
+    core: Arc<Core>,
+    /// Whether the thread held it before, while this holds it.
+    nested: Mutex<Option<bool>>,
+}
+
+#[pymethods]
+impl OneCall {
+    fn __enter__(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.ep.must_be_of_this_process()?;
+        let nested = self.core.call.begin(py)?;
+        *self.nested.lock().unwrap_or_else(PoisonError::into_inner) = Some(nested);
+        Ok(())
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, _error: &Bound<'_, PyAny>) {
+        if let Some(nested) = self.nested.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            self.core.call.end(nested);
+        }
+    }
+}
+
 /// What a context is, which handles of torch's operators keep, too.
 pub(super) struct Core {
     pub ep: Closable<Inside>,
@@ -271,6 +297,11 @@ impl Context {
     #[getter]
     fn format(&self) -> Format {
         self.format.clone()
+    }
+
+    /// Makes the halves of a call one call of this thread.
+    fn one_call(&self) -> OneCall {
+        OneCall { core: self.core.clone(), nested: Mutex::default() }
     }
 
     /// In how many rounds each call goes.

@@ -27,11 +27,24 @@ impl Exclusive {
     /// Waits until no other thread holds it. What a thread does meanwhile ends by a deadline of its own, and so does
     /// this wait; the exception of a signal's handler ends it, too.
     pub fn hold(&self, py: Python<'_>) -> PyResult<Held<'_>> {
+        self.begin(py).map(|nested| Held { of: self, nested })
+    }
+
+    /// The same, until `end` gets what this returns.
+    pub fn begin(&self, py: Python<'_>) -> PyResult<bool> {
         loop {
             if let Some(nested) = py.detach(|| self.take()) {
-                return Ok(Held { of: self, nested });
+                return Ok(nested);
             }
             py.check_signals()?;
+        }
+    }
+
+    /// By the thread that began.
+    pub fn end(&self, nested: bool) {
+        if !nested {
+            *self.holder.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.freed.notify_one();
         }
     }
 
@@ -55,9 +68,6 @@ impl Exclusive {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        if !self.nested {
-            *self.of.holder.lock().unwrap_or_else(PoisonError::into_inner) = None;
-            self.of.freed.notify_one();
-        }
+        self.of.end(self.nested);
     }
 }

@@ -56,6 +56,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<context::Context>()?;
     module.add_class::<context::Handle>()?;
     module.add_class::<context::RankMask>()?;
+    module.add_class::<context::OneCall>()?;
     module.add_class::<formats::Format>()?;
     module.add_class::<context::Sent>()?;
     module.add_class::<context::CombineSent>()?;

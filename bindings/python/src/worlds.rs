@@ -1,5 +1,6 @@
 //! Worlds of ranks.
 
+use super::context::duration;
 use super::detached::Closable;
 use super::errors;
 use super::numbers::{maybe, number, numbers};
@@ -131,6 +132,20 @@ impl World {
         let world = (**self.inner.get(py)?).clone();
         let split = world.with_nodes(&sizes).map_err(|error| errors::raised(py, &error))?;
         Ok(World::of(split, self.lent(py)))
+    }
+
+    /// Seconds that collectives wait, those by which contexts are made among them. An all-gather of the caller gets them,
+    /// and may have a deadline of its own.
+    #[getter]
+    fn timeout(&self, py: Python<'_>) -> PyResult<f64> {
+        Ok(self.inner.get(py)?.timeout().as_secs_f64())
+    }
+
+    /// The world with another `timeout`, which each rank chooses for itself.
+    fn with_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<World> {
+        let timeout = duration("seconds", seconds)?;
+        let world = (**self.inner.get(py)?).clone();
+        Ok(World::of(world.with_timeout(timeout), self.lent(py)))
     }
 
     /// Waits until every rank has come here. Collective.

@@ -228,6 +228,10 @@ class AllToAll:
 
         return self.planned((format, layout, align, capacity, drop_overflow), make)
 
+    def one_call(self) -> _native.OneCall:
+        """For `with`: halves within it are one call, and other threads' calls of this kind come before or after it."""
+        return self._context.one_call()
+
     def room(self, layout: str, align: int, format: Format, drop_overflow: bool) -> int:
         """The capacity of an output for which none is given."""
         capacity = self.capacity(layout, align, format)
@@ -343,7 +347,8 @@ class AllToAll:
             raise ValueError("drop_overflow is set with exact: such outputs have room for all rows, so leave one of both out")
         if exact:
             given = dict(scales=scales, count=count, payload=payload, format=format)
-            return self._dispatch_exact(x, topk_idx, topk_weights, given, stream, layout, align, also)
+            with self.one_call():
+                return self._dispatch_exact(x, topk_idx, topk_weights, given, stream, layout, align, also)
         words = _words(payload)
         with _owner(x, stream):
             output, got = self.output(

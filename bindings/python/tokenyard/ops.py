@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import weakref
-from typing import Any, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.autograd.forward_ad
@@ -252,26 +252,13 @@ def _dispatch(
     payload = _payload(topk_idx, topk_weights, ep.top_k) if row_weights else None
     weights = topk_weights if stated.weights == "dispatch" else None
     if capacity == EXACT:
-        try:
-            sent = ep.dispatch_send(x, topk_idx, weights, scales=scales, payload=payload, format=stated, counts=True)
-        except Error as error:
-            # Unusable routing: the dispatch goes on without this rank's tokens, and is received.
-            sent = found.take(error, "sent")
-        try:
-            counts = found.receive(lambda: ep.counts(sent))
-            capacity = ep.rows_of_counts(*counts, layout=layout, align=align)
-            made = _made(x, ep, stated, layout, capacity, row_weights, zero, False)
-            output = _output(ep, layout, align, made, False)
-        except BaseException as error:
-            setattr(error, "sent", sent)
-            raise
-        try:
-            handle = found.receive(lambda: ep.dispatch_recv(sent, output))
-        except BaseException as error:
-            # Ctrl-C in its wait: the dispatch took place. Without a handle it did not, and is to be received.
-            if not hasattr(error, "handle"):
-                setattr(error, "sent", sent)
-            handle = found.take(error, "handle")
+        given = dict(scales=scales, payload=payload, format=stated)
+
+        def make(rows: int) -> Any:
+            return _made(x, ep, stated, layout, rows, row_weights, zero, False)
+
+        with ep.one_call():
+            handle, made, counts = _exact(ep, (x, topk_idx, weights), given, layout, align, make, found)
     else:
         capacity = ep.room(layout, align, stated, drop_overflow) if capacity == MOST else capacity
         made = _made(x, ep, stated, layout, capacity, row_weights, zero, drop_overflow)
@@ -293,6 +280,38 @@ def _dispatch(
     if found:
         found.raise_with(_named(results, x.shape[0], *what))
     return results
+
+
+def _exact(
+    ep: AllToAll,
+    tokens: Tuple[Any, ...],
+    given: Dict[str, Any],
+    layout: str,
+    align: int,
+    make: Callable[[int], Dict[str, torch.Tensor]],
+    found: Found,
+) -> Tuple[Handle, Dict[str, torch.Tensor], Tuple[List[int], List[int]]]:
+    """A dispatch into outputs that `make` makes for as many rows as come: its handle, these, and the counts."""
+    try:
+        sent = ep.dispatch_send(*tokens, counts=True, **given)
+    except Error as error:
+        # Unusable routing: the dispatch goes on without this rank's tokens, and is received.
+        sent = found.take(error, "sent")
+    try:
+        counts = found.receive(lambda: ep.counts(sent))
+        made = make(ep.rows_of_counts(*counts, layout=layout, align=align))
+        output = _output(ep, layout, align, made, False)
+    except BaseException as error:
+        setattr(error, "sent", sent)
+        raise
+    try:
+        handle = found.receive(lambda: ep.dispatch_recv(sent, output))
+    except BaseException as error:
+        # Ctrl-C in its wait: the dispatch took place. Without a handle it did not, and is to be received.
+        if not hasattr(error, "handle"):
+            setattr(error, "sent", sent)
+        handle = found.take(error, "handle")
+    return handle, made, counts
 
 
 def _dispatch_fake(

@@ -99,7 +99,7 @@ class Buffer:
         if group is None and comm is None:
             raise ValueError("group and comm are both missing: give one of them")
         self.group = group if group is not None else comm
-        self._world: Optional[World] = world_of(group, comm)
+        self._world: Optional[World] = world_of(group, comm, self.timeout_seconds)
         if enable_shrink and len(self._world.nodes) > 1:
             raise NotImplementedError("enable_shrink is set, and ranks are on several hosts: leave it out there")
         self.rank, self.group_size = self._world.rank, self._world.size
@@ -369,24 +369,14 @@ class Buffer:
             raise ValueError("use_ue8m0 is set: set use_fp8 and round_scale, too, as such scales are powers of two")
         if async_finish and return_recv_hook:
             raise ValueError("async_finish and return_recv_hook are both set: set one of them")
-        _checks.tensor("x", x, 2, (torch.bfloat16,))
-        _checks.choices(topk_idx)
-        _checks.shaped("topk_idx", topk_idx, (x.shape[0], topk_idx.shape[1]))
-        _checks.whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
-        if x.shape[0] > num_max_dispatch_tokens_per_rank:
-            raise ValueError(
-                f"num_max_dispatch_tokens_per_rank is {num_max_dispatch_tokens_per_rank}, and x has {x.shape[0]} tokens: "
-                "give as many as a rank may have, the same on all ranks"
-            )
-        if use_fp8 and x.shape[1] % 128 != 0:
-            raise ValueError(f"x has {x.shape[1]} columns: with use_fp8 give a multiple of 128, which have a scale each")
+        _checks.low_latency_tokens(x, topk_idx, num_max_dispatch_tokens_per_rank, use_fp8)
         ranks = self._open().size
         must_divide(num_experts, ranks)
+        _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
+        _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
         ep = self._low_latency.get(
             x, num_max_dispatch_tokens_per_rank, num_experts, topk_idx.shape[1], Buffer.low_latency_sms
         )
-        _checks.stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, x, num_experts // ranks, 4)
-        _checks.stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x, ranks, 8)
         call = _LowLatency(ep, x, num_max_dispatch_tokens_per_rank, ranks, use_fp8, round_scale, use_ue8m0)
         if kind is not None and round_scale == use_ue8m0:
             # Further calls go by the operator in C, which has no powers of two as fp32 scales.
@@ -528,12 +518,17 @@ class Buffer:
         _none, event = self._on_comm([x, weights, out], None, async_finish, work)
         return out, event, None
 
+    def _receive_before(self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
+        """Receives the dispatch that was sent last, if its hook has not, unless the next one is refused."""
+        if self._dispatched is not None and self._dispatched.waits():
+            _checks.low_latency_tokens(x, topk_idx, shape.members[0], shape.scaled)
+            self._dispatched.before_next()
+
     def _planned_dispatch(
         self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor
     ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
         """A low-latency dispatch by the operator in C; None where the call is to be looked at, or is none for it."""
-        if self._dispatched is not None:
-            self._dispatched.before_next()
+        self._receive_before(shape, x, topk_idx)
         made, number, found = _eager.low_latency_dispatch(shape.number, x, topk_idx)
         results = None
         if number:
@@ -548,8 +543,7 @@ class Buffer:
         self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor
     ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
         """Its sending half. Combine needs the handle, which the hook completes."""
-        if self._dispatched is not None:
-            self._dispatched.before_next()
+        self._receive_before(shape, x, topk_idx)
         results = half = None
         try:
             made, number, found = _eager.low_latency_send(shape.number, x, topk_idx)
@@ -668,6 +662,10 @@ class _Hook:
             self._event.current_stream_wait()
         if self._failure is not None:
             raise self._failure
+
+    def waits(self) -> bool:
+        """Whether it is still to be received."""
+        return self._receive is not None
 
     def before_next(self) -> None:
         """Receives, unless the hook has. What this raises is for the caller of the hook."""

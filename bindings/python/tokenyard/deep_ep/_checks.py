@@ -11,6 +11,9 @@ from .utils import EventHandle, EventOverlap
 
 _ROWS = (torch.bfloat16, torch.float16, torch.float32)
 _NUMBERS = (torch.int32, torch.int64)
+# Some versions of torch have no types there.
+_subclasses: Any = torch._subclasses
+_FAKE = _subclasses.FakeTensor
 
 
 def tensor(name: str, given: Any, dims: int, dtypes: Optional[Tuple[torch.dtype, ...]] = None) -> None:
@@ -39,10 +42,43 @@ def choices(given: Any) -> None:
     tensor("topk_idx", given, 2, _NUMBERS)
 
 
-def low_latency(x: torch.Tensor, tokens: int, experts: int, choices: int) -> None:
-    """Refuses what no context serves: the limits of its builder (bindings/api/builder.rs). `experts`: of a rank."""
+def low_latency_tokens(x: Any, topk_idx: Any, most: int, use_fp8: bool) -> None:
+    """Refuses tensors that no low-latency dispatch takes. `most`: tokens of a rank."""
+    tensor("x", x, 2, (torch.bfloat16,))
+    choices(topk_idx)
+    shaped("topk_idx", topk_idx, (x.shape[0], topk_idx.shape[1]))
+    whole("num_max_dispatch_tokens_per_rank", most, 1)
+    if x.shape[0] > most:
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank is {most}, and x has {x.shape[0]} tokens: give as many as a rank may have, "
+            "the same on all ranks"
+        )
+    if use_fp8 and x.shape[1] % 128 != 0:
+        raise ValueError(f"x has {x.shape[1]} columns: with use_fp8 give a multiple of 128, which have a scale each")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}: give a tensor on cpu or cuda")
+    beside("topk_idx", topk_idx, x)
+    for name, given in (("x", x), ("topk_idx", topk_idx)):
+        _in_memory(name, given)
+    # In elements of two bytes.
+    pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    if x.numel() > 0 and (x.stride(1) != 1 or pitch < x.shape[1] or pitch % 8 != 0 or x.data_ptr() % 16 != 0):
+        raise ValueError(
+            f"x has the strides {x.stride()} at {x.data_ptr():#x}: give contiguous rows that begin at multiples of 16 bytes"
+        )
+
+
+def _in_memory(name: str, given: torch.Tensor) -> None:
+    """Refuses a tensor whose elements do not lie in memory as they are."""
+    if given.layout != torch.strided or given.is_neg():
+        kind = "a negative view" if given.layout == torch.strided else given.layout
+        raise ValueError(f"{name} is {kind}: give a tensor with memory of its own")
+    if given.numel() > 0 and (isinstance(given, _FAKE) or given.untyped_storage().nbytes() == 0):
+        raise ValueError(f"{name} has no memory: give a tensor with elements")
+
+
+def low_latency(x: torch.Tensor, tokens: int, experts: int, choices: int) -> None:
+    """Refuses what no context serves: the limits of its builder (bindings/api/builder.rs). `experts`: of a rank."""
     for name, found, most in (
         ("x", x.shape[1], 1 << 20), ("num_max_dispatch_tokens_per_rank", tokens, 1 << 20), ("topk_idx", choices, 32),
         ("num_experts", experts, 2047),

@@ -124,7 +124,7 @@ class ElasticBuffer:
                 f"num_max_tokens_per_rank is {num_max_tokens_per_rank} and num_topk {num_topk}: give 0 or more, and of "
                 "num_topk at most 32"
             )
-        self._world: Optional[World] = world_of(group, None)
+        self._world: Optional[World] = world_of(group, None, float(seconds))
         self.group = group
         self.rank_idx, self.num_ranks, self._nodes = self._world.rank, self._world.size, self._world.nodes
         if num_bytes is None:

@@ -115,7 +115,7 @@ class HybridEPBuffer:
         sms = dict(num_sms_dispatch_api=num_sms_dispatch_api, num_sms_combine_api=num_sms_combine_api)
         known = [_checks.whole(name, number, 0) for name, number in sms.items() if number is not None]
         self.group = group
-        self._world: Optional[World] = world_of(group, None)
+        self._world: Optional[World] = world_of(group, None, self.timeout_seconds)
         self.rank, self.group_size = self._world.rank, self._world.size
         nodes = self._world.nodes
         self.num_of_nodes, self.node_rank = len(nodes), sum(sum(nodes[: i + 1]) <= self.rank for i in range(len(nodes)))

@@ -71,9 +71,16 @@ class Streams:
         return made, EventOverlap(EventHandle(comm), tuple(inputs))
 
 
-def world_of(group: Any, comm: Any) -> World:
-    """The world of a group of torch.distributed or of an MPI communicator; a world of the first generation as it is.
-    Contexts over a later one leave out lost ranks' experts, and DeepEP's callers divide all experts among the ranks."""
+def world_of(group: Any, comm: Any, seconds: float) -> World:
+    """The world of a group of torch.distributed or of an MPI communicator, or a world of the first generation. Its ranks
+    wait for each other as long as calls do, where that is longer than they would."""
+    world = _world_of(group, comm)
+    return world.with_timeout(seconds) if seconds > world.timeout else world
+
+
+def _world_of(group: Any, comm: Any) -> World:
+    """Contexts over a later generation leave out lost ranks' experts, and DeepEP's callers divide all experts among the
+    ranks."""
     if isinstance(group, World):
         if group.generation != 0:
             raise ValueError(
