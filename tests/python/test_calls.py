@@ -248,8 +248,8 @@ def test_exact_dispatches_of_several_threads_come_one_after_the_other():
     wanted = [len(case.rows_of(expert)) for expert in range(case.experts)]
 
     def thread(number):
-        for turn in range(60):
-            got = ep.dispatch(case.x[0], case.ids[0], case.weights[0], exact=(number + turn) % 3 != 0)
+        for step in range(60):
+            got = ep.dispatch(case.x[0], case.ids[0], case.weights[0], exact=(number + step) % 3 != 0)
             assert list(got.counts) == wanted
         return None
 

@@ -31,8 +31,8 @@ pub(super) struct Context {
     core: Arc<Core>,
 }
 
-/// Halves that are a call of one thread together, as a context manager: others' calls of this kind wait for its end, and
-/// on the CPU device all others' calls.
+/// Halves that are a call of one thread together, as a context manager: others' calls of this kind wait for its end,
+/// and on the CPU device all others' calls.
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct OneCall {
     core: Arc<Core>,

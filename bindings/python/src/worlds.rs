@@ -134,8 +134,8 @@ impl World {
         Ok(World::of(split, self.lent(py)))
     }
 
-    /// Seconds that collectives wait, those by which contexts are made among them. An all-gather of the caller gets them,
-    /// and may have a deadline of its own.
+    /// Seconds that collectives wait, those by which contexts are made among them. An all-gather of the caller gets
+    /// them, and may have a deadline of its own.
     #[getter]
     fn timeout(&self, py: Python<'_>) -> PyResult<f64> {
         Ok(self.inner.get(py)?.timeout().as_secs_f64())
