@@ -51,7 +51,7 @@ def without_libraries(requirement, without):
 def leave_out(without):
     """Takes what torch calls with a GPU alone off its requirements, so that pip installs it for no other package."""
     distribution = importlib.metadata.distribution("torch")
-    metadata = pathlib.Path(distribution.locate_file(f"torch-{distribution.version}.dist-info")) / "METADATA"
+    metadata = next(pathlib.Path(file.locate()) for file in distribution.files if file.match("*.dist-info/METADATA"))
     lines = []
     for line in metadata.read_text().splitlines(keepends=True):
         key, _, requirement = line.partition(": ")

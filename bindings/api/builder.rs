@@ -462,7 +462,7 @@ impl AllToAllBuilder {
         } else if self.tuning.dispatch_payload_words > 0 {
             "calls that go on without missing ranks have no side payload; leave dispatch_payload_words out"
         } else if self.tuning.partial != Partial::Same {
-            "calls that go on without missing ranks have partial rows of the combine dtype; leave Tuning::partial out"
+            "calls that go on without missing ranks have partial rows of the combine dtype; leave partial out"
         } else {
             return Ok(());
         };

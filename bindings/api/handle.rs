@@ -272,7 +272,7 @@ fn too_small(had: usize, rows: usize) -> Error {
     Error::argument(
         "handle",
         format!("room for {had} rows while the stream captures, where the output has {rows}"),
-        "give Tuning::handle_rows the rows of the output, or dispatch into it once before capturing",
+        "build the context with handle_rows of the output's rows, or dispatch into it once before capturing",
     )
 }
 
@@ -280,7 +280,7 @@ fn none_free() -> Error {
     Error::argument(
         "handle",
         "none free while the stream captures",
-        "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used",
+        "allocate before capturing, e.g. build the context with more handles, or drop handles that are no longer used",
     )
 }
 

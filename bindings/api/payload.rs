@@ -41,7 +41,7 @@ impl TokenPayload {
             None => Ok(0),
             Some(0) => Err(Error::argument("words of payload", 0, "give 1 or more, or leave the payload out")),
             Some(words) if words > most => {
-                let advice = format!("this context has room for {most}; build it with Tuning::dispatch_payload_words");
+                let advice = format!("this context has room for {most}; build it with dispatch_payload_words");
                 Err(Error::argument("payload", format!("{words} words of a token"), advice))
             }
             Some(words) => Ok(words),
@@ -83,7 +83,7 @@ impl Payload {
         let of_token = if gathered { words.saturating_mul(shape.top_k) } else { words };
         if of_token > shape.payload_words {
             let most = shape.payload_words;
-            let advice = format!("this context has room for {most}; build it with Tuning::payload_words");
+            let advice = format!("this context has room for {most}; build it with payload_words");
             return Err(Error::argument("payload", format!("{of_token} words of a token"), advice));
         }
         Ok(PayloadWords { of_row: words, of_token, gathered })

@@ -151,7 +151,7 @@ fn describe(
         raw::TY_ERROR_ROUTING_DUPLICATE => {
             let (choice, token, expert) = (record.b, record.a, record.c as i64);
             let problem = format!("choice {choice} of token {token} names expert {expert} a second time");
-            routing(format!("{problem}, which Tuning::duplicates would allow"))
+            routing(format!("{problem}, which a context with duplicates allows"))
         }
         raw::TY_ERROR_TOKEN_COUNT => {
             routing(format!("the device's token count is {}, allowed are 0 to {}", record.a as i64, record.b))

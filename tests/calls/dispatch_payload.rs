@@ -292,7 +292,7 @@ fn formats_and_words_alternate_in_one_context() {
 fn words_without_room_or_place_are_refused() {
     let world = World::threads(1).unwrap().remove(0);
     let device = test_device(&world);
-    let room = |words| format!("this context has room for {words}; build it with Tuning::dispatch_payload_words");
+    let room = |words| format!("this context has room for {words}; build it with dispatch_payload_words");
     let none = Rig::new(&world);
     none.route_all(1);
     let payload = |view: View, words| TokenPayload { view, words };

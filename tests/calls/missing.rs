@@ -847,7 +847,7 @@ fn what_does_not_go_with_missing_ranks_is_refused_with_advice() {
         refused(&|b| b.tuning(|t| t.round_tokens = Some(2)), "round_tokens");
         refused(&|b| b.tuning(|t| t.payload_words = 2), "payload_words");
         refused(&|b| b.tuning(|t| t.dispatch_payload_words = 2), "dispatch_payload_words");
-        refused(&|b| b.tuning(|t| t.partial = Partial::Fp32), "Tuning::partial");
+        refused(&|b| b.tuning(|t| t.partial = Partial::Fp32), "leave partial out");
         let member = Member::new(&world, device.clone(), with_masks(MissingRanks::Masked, LONG));
         let call = Call { salt: 0, layout: 0, halves: false, counts_first: false };
         member.put(call);

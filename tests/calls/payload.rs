@@ -203,7 +203,7 @@ fn a_payload_without_room_or_of_other_partial_rows_is_refused() {
     let payload = Payload { view: rig.rows.view(), words: 1, gathered: false };
     let rows = rig.expert_rows().payload(payload);
     let error = rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined()).unwrap_err().to_string();
-    assert!(error.contains("1 words of a token") && error.contains("Tuning::payload_words"), "{error}");
+    assert!(error.contains("1 words of a token") && error.contains("with payload_words"), "{error}");
     rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
     rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();

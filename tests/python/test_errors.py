@@ -216,6 +216,110 @@ def test_ctrl_c_ends_a_call_and_its_arrays_live_on():
     other.join()
 
 
+@pytest.mark.parametrize("inner", ["check", "dispatch"])
+def test_a_handlers_call_does_not_take_what_the_call_found_that_it_interrupted(inner):
+    """Its wait is still under way, though its kernel has ended."""
+    case = Case(ranks=2)
+    worlds = tokenyard.World.threads(2)
+    limits = case.limits | {"timeout": 20.0}
+    wrong = case.ids[0].copy()
+    wrong[0] = 1
+    found = []
+
+    def other():
+        ep = tokenyard.AllToAll(worlds[1], **limits)
+        given = (case.x[1], case.ids[1], case.weights[1])
+        time.sleep(0.6)
+        ep.dispatch(*given)
+        for _ in range(2 if inner == "dispatch" else 1):
+            ep.dispatch(*given)
+        worlds[1].barrier()
+
+    def handler(*_):
+        time.sleep(0.8)
+        found.append(ep.check() if inner == "check" else ep.dispatch(case.x[0], case.ids[0], case.weights[0]).handle.tokens)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ep = tokenyard.AllToAll(worlds[0], **limits)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(tokenyard.RoutingError) as raised:
+            ep.dispatch(case.x[0], wrong, case.weights[0])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert raised.value.handle.tokens == case.count[0] and found == [None if inner == "check" else case.count[0]]
+    # Nothing is left of it.
+    ep.dispatch(case.x[0], case.ids[0], case.weights[0])
+    ep.check()
+    worlds[0].barrier()
+    thread.join()
+
+
+def combined(way, ep, got, rows, out=None):
+    """Makes a combine in one of several ways."""
+    calls = {
+        "call": lambda: ep.combine(rows, got.handle),
+        "halves": lambda: ep.combine_recv(ep.combine_send(rows, got.handle), out),
+    }
+    if way in calls:
+        return calls[way]()
+    ops, torch = pytest.importorskip("tokenyard.ops"), pytest.importorskip("torch")
+    if way == "operator in Python":
+        with torch.enable_grad():
+            return ops.combine(rows.requires_grad_(), got)
+    return ops.combine(rows, got) if way == "operator" else ops.combine_into(out, rows, got)
+
+
+@pytest.mark.parametrize("way", ["call", "halves", "operator", "operator into", "operator in Python"])
+def test_a_combine_that_ctrl_c_ended_has_its_sums(way):
+    case = Case(ranks=2)
+    worlds = tokenyard.World.threads(2)
+    limits, operators = case.limits | {"timeout": 20.0}, way.startswith("operator")
+    usual = "operator" if operators else "call"
+    as_given = pytest.importorskip("torch").tensor if operators else np.array
+    sent, late = threading.Event(), threading.Event()
+
+    def dispatch(ep, r):
+        given = [as_given(value[r]) for value in (case.x, case.ids, case.weights)]
+        return pytest.importorskip("tokenyard.ops").dispatch(ep, *given) if operators else ep.dispatch(*given)
+
+    def experts(ep, got):
+        rows = np.zeros(got.rows.shape, dtype=np.float32)
+        for i, expert in enumerate(ep.local_experts):
+            part = slice(int(got.offsets[i]), int(got.offsets[i]) + int(got.counts[i]))
+            rows[part] = case.expert(expert, np.asarray(got.rows[part]))
+        return as_given(rows)
+
+    def other():
+        ep = tokenyard.AllToAll(worlds[1], **limits)
+        for _ in range(2):
+            got = dispatch(ep, 1)
+            sent.set()
+            late.wait(20)
+            combined(usual, ep, got, experts(ep, got))
+        worlds[1].barrier()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ep = tokenyard.AllToAll(worlds[0], **limits)
+    got = dispatch(ep, 0)
+    out = as_given(np.full((case.count[0], case.hidden), np.nan, dtype=np.float32))
+    sent.wait(20)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        combined(way, ep, got, experts(ep, got), out)
+    late.set()
+    made = raised.value.out
+    assert (made is out) == (way in ("halves", "operator into"))
+    got = dispatch(ep, 0)
+    combined(usual, ep, got, experts(ep, got))
+    np.testing.assert_allclose(np.asarray(made), case.sums(0), rtol=1e-5, atol=1e-5)
+    worlds[0].barrier()
+    thread.join()
+
+
 def test_an_interpreter_ends_with_calls_and_contexts_alive():
     program = """
 import numpy as np, threading, tokenyard

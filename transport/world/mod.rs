@@ -147,7 +147,8 @@ pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Resul
     let ascending = members.windows(2).all(|two| two[0] < two[1]);
     if !ascending || members.iter().any(|member| member.index() >= size) {
         let advice = format!("name ranks below {size} in ascending order");
-        return Err(Error::config("members", format!("{members:?}"), advice));
+        let numbers: Vec<u32> = members.iter().map(|member| member.0).collect();
+        return Err(Error::config("members", format!("{numbers:?}"), advice));
     }
     let rank = members.iter().position(|member| *member == own).ok_or_else(|| not_a_member(own))?;
     let mut first = 0;

@@ -7,6 +7,7 @@ use super::errors;
 use super::exclusive::{Exclusive, Held};
 use super::formats::Format;
 use super::lock::with_lock;
+use super::nested::Waits;
 use super::numbers::{maybe, number, numbers};
 use super::operators::{Number, Slots};
 use super::proxies::Proxy;
@@ -67,6 +68,8 @@ pub(super) struct Core {
     call: Exclusive,
     /// What calls use whose wait ended before they did.
     in_use: Mutex<Vec<Box<dyn Any + Send>>>,
+    /// Calls of the thread that holds `call`.
+    waits: Waits,
     /// Longer than any call takes.
     patience: Duration,
     top_k: usize,
@@ -281,6 +284,7 @@ impl Context {
             ordinal,
             call,
             in_use,
+            waits: Waits::default(),
             patience,
             top_k,
             ranks,
@@ -505,7 +509,8 @@ impl Context {
             return Err(PyValueError::new_err("one of payload and payload_out is missing: give both, or none"));
         }
         self.enqueued(py, || ep.combine(&stream, &handle.inner, &from, &to))?;
-        self.finished(py, &ep, &call, [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times])
+        let used = [Some(rows), Some(out), topk_weights, payload, payload_out, wait_times];
+        self.finished(py, &ep, &call, used).map_err(|raised| into(py, raised, out))
     }
 
     /// The sending half of a combine.
@@ -554,7 +559,8 @@ impl Context {
             *half.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(*refused.given);
             errors::raised(py, &refused.error)
         })?;
-        self.finished(py, &ep, &call, [Some(out), wait_times, Some(sent.as_any())])
+        let used = [Some(out), wait_times, Some(sent.as_any())];
+        self.finished(py, &ep, &call, used).map_err(|raised| into(py, raised, out))
     }
 
     /// Goes on without a rank, by its number in the first generation, also while a call waits for it.
@@ -578,8 +584,10 @@ impl Context {
 
     /// Raises what earlier calls found: unusable routing, an output without room, a lost peer, a deadline.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        let _held = self.hold(py)?;
-        found(py, &*self.ep.get(py)?)
+        let held = self.hold(py)?;
+        let ep = self.ep.get(py)?;
+        held.map_or(Ok(()), |held| self.settle_outer(py, &ep, &held))?;
+        self.found(py, &ep, 0)
     }
 
     /// Gives the context up, after calls of other threads on the CPU device. Later calls raise `ClosedError`; handles
@@ -701,7 +709,9 @@ impl Core {
     pub fn begin(&self, py: Python<'_>, given: u64) -> PyResult<(Open, Stream, Option<Held<'_>>)> {
         let held = self.hold(py)?;
         let ep = self.ep.get(py)?;
-        if held.is_some() {
+        if let Some(here) = &held {
+            self.settle_outer(py, &ep, here)?;
+            self.waits.take(0).map_or(Ok(()), |error| Err(errors::raised(py, &error)))?;
             let stream = ep.stream.clone();
             return Ok((ep, stream, held));
         }
@@ -709,6 +719,21 @@ impl Core {
         // torch's streams live as long as the process.
         let stream = unsafe { ep.device.stream_from_raw(given) }.map_err(|error| errors::raised(py, &error))?;
         Ok((ep, stream, None))
+    }
+
+    /// Before a call of a signal's handler: waits for the call that it interrupted, and keeps what that one found,
+    /// which this one would take for its own.
+    fn settle_outer(&self, py: Python<'_>, ep: &Inside, held: &Held<'_>) -> PyResult<()> {
+        if let Some(outer) = self.waits.innermost().filter(|_| held.is_nested()) {
+            errors::wait(py, || ep.stream.synchronize(self.patience))?;
+            self.waits.keep(outer, ep.check().err());
+        }
+        Ok(())
+    }
+
+    /// Raises what the call of a wait found.
+    fn found(&self, py: Python<'_>, ep: &tokenyard::AllToAll, wait: usize) -> PyResult<()> {
+        self.waits.take(wait).map_or_else(|| ep.check(), Err).map_err(|error| errors::raised(py, &error))
     }
 
     /// Enqueues a call. It waits for nobody, but other threads may hold what it needs for a moment.
@@ -738,7 +763,9 @@ impl Core {
             return Ok(());
         }
         // A call ends by its own deadline, which the device keeps.
+        let wait = self.waits.begin();
         let waited = errors::wait(py, || ep.stream.synchronize(self.patience));
+        self.waits.end(wait, waited.is_err());
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if waited.is_err() {
             // By a signal, say: work goes on, in arrays that the caller may let go of.
@@ -748,7 +775,7 @@ impl Core {
         drop(in_use);
         drop(ended);
         waited?;
-        found(py, ep)?;
+        self.found(py, ep, wait)?;
         // The wait may have ended before it asked for signals, and outside of this call what it made would be lost.
         py.check_signals()
     }
@@ -827,11 +854,6 @@ impl Core {
 /// A context that stays until its call ends.
 pub(super) type Open = Arc<Detached<Inside>>;
 
-/// Raises what calls found.
-fn found(py: Python<'_>, ep: &tokenyard::AllToAll) -> PyResult<()> {
-    ep.check().map_err(|error| errors::raised(py, &error))
-}
-
 /// Words of each token's payload.
 fn words_of(payload: &Option<TokenPayload>) -> usize {
     payload.as_ref().map_or(0, |payload| payload.words)
@@ -851,6 +873,11 @@ where
 {
     let attached = Py::new(py, made).and_then(|made| raised.value(py).setattr(name, made));
     attached.err().unwrap_or(raised)
+}
+
+/// An exception that came after a combine was enqueued, with where its sums come.
+fn into(py: Python<'_>, raised: PyErr, out: &Bound<'_, PyAny>) -> PyErr {
+    raised.value(py).setattr("out", out).err().unwrap_or(raised)
 }
 
 /// What is in flight, which the receiving half consumes.

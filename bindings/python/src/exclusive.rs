@@ -66,6 +66,13 @@ impl Exclusive {
     }
 }
 
+impl Held<'_> {
+    /// Whether the thread held it before.
+    pub fn is_nested(&self) -> bool {
+        self.nested
+    }
+}
+
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.of.end(self.nested);

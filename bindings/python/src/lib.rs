@@ -14,6 +14,7 @@ mod errors;
 mod exclusive;
 mod formats;
 mod lock;
+mod nested;
 mod numbers;
 mod operators;
 mod process;

@@ -114,7 +114,7 @@ def low_latency_combine(
     made: List[torch.Tensor]
     made, number = _LOW_LATENCY_COMBINE(rows, topk_idx, topk_weights, handle)
     if number < 0:
-        _found(number).raise_with(None)
+        _found(number).raise_with(made[0] if made else None, "out")
     return made[0] if made else None
 
 
@@ -161,7 +161,8 @@ def combine_into(
     flags = (_ACCUMULATE if accumulate else 0) | weighted
     made: List[torch.Tensor]
     made, number = _COMBINE_INTO(rows, handle, topk_weights if weighted else rows, out, flags)
-    _found(number).raise_with(None)
+    if number < 0:
+        _found(number).raise_with(out if made else None, "out")
     return bool(made)
 
 
@@ -197,5 +198,6 @@ def combine(
     weighted = topk_weights is not None
     made: List[torch.Tensor]
     made, number = _COMBINE(rows, handle, topk_weights if weighted else rows, tokens << 1 | weighted)
-    _found(number).raise_with(None)
+    if number < 0:
+        _found(number).raise_with(made[0] if made else None, "out")
     return made[0] if made else None

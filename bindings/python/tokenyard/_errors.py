@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from ._native import CapacityError, Error, OrderError, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
-_MADE = ("handle", "sent", "dispatched")
+_MADE = ("handle", "sent", "dispatched", "out")
 
 
 class Found:

@@ -8,7 +8,7 @@ pub fn faults(case: &Case, good: &Given) -> Vec<Fault> {
         faults.push(Fault { of, field: "payload", given, name, value, advice });
     };
     let none = "give 1 or more, or leave the payload out".to_owned();
-    let room = |setting: &str| format!("this context has room for {PAYLOAD}; build it with Tuning::{setting}");
+    let room = |setting: &str| format!("this context has room for {PAYLOAD}; build it with {setting}");
     let of_rows = |words, gathered| {
         let payload = good.rows.payload.clone().map(|payload| Payload { words, gathered, ..payload });
         Given { rows: good.rows.clone().payload(payload), ..good.clone() }
