@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -752,9 +753,13 @@ def test_a_rank_of_too_many_tokens_leaves_the_others_waiting_to_their_deadline()
         with pytest.raises(wanted[0], match=wanted[1]):
             dispatched(buffer, case, pair(given[buffer.rank_idx]), num_max_tokens_per_rank=8)
 
+    # A rank that ends its buffer is lost, and perhaps before the others' deadline.
+    ended = threading.Barrier(2)
+
     def both(buffer):
         # The context is made by a call that all ranks take part in.
         dispatched(buffer, case, pair(given[buffer.rank_idx]))
         work(buffer)
+        ended.wait(60)
 
     in_world(both, num_gpu_timeout_secs=1)
