@@ -81,7 +81,7 @@ program() {
   return 1
 }
 
-# Removes what no later step needs, where little room is left: all that this makes takes 11 GB.
+# Removes what no later step needs, where little room is left: all that this makes takes 10 GB.
 room() {
   [ "$(df --output=avail -B 1G . | tail -1)" -ge 8 ] || rm -rf "$@"
 }
