@@ -385,10 +385,8 @@ GROUPS = [
         ("the most receives of a rank asked of all", "bindings/api/agreement.rs",
          "self.receives.min(other.receives)", "self.receives.max(other.receives)"),
     ]),
-    ("unit", "transport::world::socket_thread", [
-        ("a collective waits for the one that it interrupts", "transport/world/socket_thread.rs",
-         "if *self.holder() == Some(own) &&", "if self.holder().is_none() &&"),
-    ]),
+    ("unit", "transport::world::socket_thread", [("a collective waits for the one that it interrupts",
+     "transport/world/socket_thread.rs", "if *self.holder() == Some(own) &&", "if self.holder().is_none() &&")]),
     ("unit", "transport::world::bootstrap", [
         ("variables quoted raw", "transport/world/bootstrap.rs",
          '                    format!("\\"{}\\"", quoted(text.as_bytes())),', '                    format!("\\"{text}\\""),'),

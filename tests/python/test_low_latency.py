@@ -349,12 +349,7 @@ def test_unusable_routing_of_a_hooks_call_on_a_gpu():
     """The hook raises it in place of its work, and receives when it is called again; the next call is right."""
     if DEVICE != "cuda":
         pytest.skip("the CPU device tells of routing in the call itself: run it with TOKENYARD_TEST_DEVICE=cuda")
-    case = Case(1, tokens=9, hidden=512, experts=8, top_k=3)
-    (world,) = tokenyard.World.threads(1)
-    deep_ep.Buffer.low_latency_sms = PLACE.get("sms")
-    buffer = deep_ep.Buffer(world, low_latency_mode=True)
-    x, ids, weights = tensors(case, 0)
-    x = x.to(torch.bfloat16)
+    case, buffer, x, ids, weights = one_rank()
     for given in (ids, torch.full_like(ids, 99), ids):
         got = buffer.low_latency_dispatch(x, given, case.tokens, case.experts, use_fp8=False, return_recv_hook=True)
         settle(DEVICE)
@@ -368,7 +363,6 @@ def test_unusable_routing_of_a_hooks_call_on_a_gpu():
         assert bool(sums.any()) == (given is ids)
 
 
-@needs_them
 def unusual(x, ids):
     """Arguments of a low-latency dispatch that no call takes, and what is said of them."""
     freed = x.clone()
@@ -422,6 +416,7 @@ def test_contexts_of_buffers_wait_as_long_as_their_calls(monkeypatch):
     assert world.timeout == 30.0
 
 
+@needs_them
 def test_handles_that_nobody_takes_go():
     # In a thread of its own, since calls that Ctrl-C ended in other tests may have left some to this one.
     with futures.ThreadPoolExecutor(1) as threads:

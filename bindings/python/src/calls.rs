@@ -401,11 +401,6 @@ impl Output {
     }
 }
 
-/// Refuses layouts and capacities of which no rows are left out.
-pub(super) fn must_drop(layout: Layout) -> PyResult<()> {
-    layout.check_drops().map_err(|refused| PyValueError::new_err(refused.to_string()))
-}
-
 impl Output {
     /// Where rows lie: the dimensions before their columns.
     pub fn places(&self) -> &[usize] {
@@ -475,10 +470,11 @@ impl Output {
         Output { layout, rows, counts, scales, column_major, zero_padding: false, drop_overflow: false, others }
     }
 
-    /// The same, of which rows without room are left out if `drop_overflow`.
+    /// The same, of which rows without room are left out if `drop_overflow`. Refuses layouts and capacities of which
+    /// none are.
     pub fn dropping(self, drop_overflow: bool) -> PyResult<Output> {
         if drop_overflow {
-            must_drop(self.layout)?;
+            self.layout.check_drops().map_err(|refused| PyValueError::new_err(refused.to_string()))?;
         }
         Ok(Output { drop_overflow, ..self })
     }

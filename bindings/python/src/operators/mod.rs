@@ -368,9 +368,6 @@ impl Plan {
         let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
         let layout = calls::layout(layout, align, rows.unwrap_or(&[]))?;
-        if drop_overflow {
-            calls::must_drop(layout)?;
-        }
         let core = context.core();
         let place = core.place();
         let format = format.clone();
