@@ -3,7 +3,7 @@
 use crate::rig;
 
 use std::net::TcpListener;
-use std::sync::Barrier;
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
@@ -96,8 +96,14 @@ fn joining(port: u16, rank: u32) -> Bootstrap {
     }
 }
 
+/// A free port below those that Linux gives to outgoing connections: one of those could be taken before it is used.
 fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+    let first = 10_000 + (std::process::id() % 10_000) as u16;
+    let mut ports = (first..32_768).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    static TAKEN: Mutex<u16> = Mutex::new(0);
+    let mut taken = TAKEN.lock().unwrap();
+    *taken = ports.find(|port| *port > *taken).unwrap();
+    *taken
 }
 
 #[test]

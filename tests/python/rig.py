@@ -1,6 +1,7 @@
 """Ranks as threads, a plain reference of dispatch and combine, and inputs with experts and weights that differ."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -23,10 +24,18 @@ def the_torch():
 
 
 def free_port():
-    """A port of this host that nothing listens at, as text."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """A port of this host that nothing listens at, as text.
+
+    Ports from 32768 on go to whoever connects to something, so one of those could be gone before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return str(port)
 
 
 def has_libfabric():

@@ -15,6 +15,7 @@
 use std::ffi::OsString;
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -39,6 +40,11 @@ const PARENT: &str = "TOKENYARD_PARENT";
 const CALLERS_WORLD: [&str; 3] = ["TOKENYARD_NODES", "LOCAL_WORLD_SIZE", "TOKENYARD_ADDR"];
 /// Time that ranks get to notice the death of another, beyond their own deadline.
 const GRACE: Duration = Duration::from_secs(15);
+/// Ports that ranks may meet at: below those that Linux gives to outgoing connections (from 32768 on by default), one
+/// of which could be taken before rank 0 listens at it.
+const PORTS: Range<u16> = 10_000..32_768;
+/// How many of them are tried.
+const PORTS_TRIED: usize = 64;
 /// Time between two checks of the ranks.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
 
@@ -289,16 +295,28 @@ fn start_all(config: &Config, launcher: &Launcher) -> Result<Vec<RankProcess>, S
 
 /// 128 random bits: strangers on the port are turned away.
 fn random_token() -> Result<String, String> {
-    let mut bytes = [0u8; 16];
+    Ok(random_bytes::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn random_bytes<const N: usize>() -> Result<[u8; N], String> {
+    let mut bytes = [0u8; N];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|error| format!("/dev/urandom cannot be read ({error})"))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(bytes)
 }
 
 /// A local port that is free now.
 fn free_port() -> Result<u16, String> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-    listener.map(|address| address.port()).map_err(|error| format!("no local port is free ({error})"))
+    let mut last = String::new();
+    for _ in 0..PORTS_TRIED {
+        let port = PORTS.start + u16::from_ne_bytes(random_bytes()?) % (PORTS.end - PORTS.start);
+        match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
+            Ok(_) => return Ok(port),
+            Err(error) => last = error.to_string(),
+        }
+    }
+    let Range { start, end } = PORTS;
+    Err(format!("none of {PORTS_TRIED} ports from {start} to {} is free ({last})", end - 1))
 }
 
 /// Waits until all ranks ended. Once one has, for it failed or has left the last collective, the others get `limit`.
