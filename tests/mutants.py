@@ -5,7 +5,7 @@ A mutant is a named (file, original text, mutated text). The text must occur exa
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
 Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide;
 or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since,
-which tests/data/mutants_caught.txt keeps, and --resume FOLDER for those of one folder; or --check, which only looks at
+which tests/data/mutants_caught.txt keeps, and --resume FOLDER... for those of some folders; or --check, which only looks at
 the table and counts those that were caught as they stand.
 """
 
@@ -840,8 +840,8 @@ def forget_changed():
 def chosen(arguments):
     """The mutants that the arguments ask for."""
     if arguments[:1] == ["--resume"]:
-        caught, folder = caught_before(), "".join(arguments[1:])
-        return [mutant for mutant in MUTANTS if mutant[1].startswith(folder) and fingerprint(mutant) not in caught]
+        caught, folders = caught_before(), tuple(arguments[1:]) or ""
+        return [mutant for mutant in MUTANTS if mutant[1].startswith(folders) and fingerprint(mutant) not in caught]
     if arguments[:1] == ["--one-in"]:
         parts = int(arguments[1])
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
