@@ -8,12 +8,14 @@
 #[path = "kernels/ffi/hash.rs"]
 mod hash;
 
+use std::collections::BTreeSet;
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
 /// The C headers and what bindgen made of them.
@@ -118,24 +120,80 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
             println!("cargo::rustc-link-lib=dylib={library}");
         }
     }
-    build.files(files("kernels/cpu", &["cpp"]));
     // The compiler does not recognise the extension .cu; every input is C++.
-    build.flag("-x").flag("c++").files(kernel_units(device_sources));
+    build.flag("-x").flag("c++").cargo_metadata(false);
     for name in ["CXX", "CXXFLAGS", "AR"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
-    let compiler = build.get_compiler();
-    let own = files("kernels/cpu", &["cpp", "h", "hpp", "inc", "S"]);
-    let key = key_of(&format!("{:?} {:?}", compiler.path(), compiler.args()), device_sources.iter().chain(&own));
-    let key_file = out.join("cpu.key");
-    if !out.join("libtokenyard_cpu.a").exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
-        build.cargo_metadata(false).compile("tokenyard_cpu");
+    let units: Vec<PathBuf> = files("kernels/cpu", &["cpp"]).into_iter().chain(kernel_units(device_sources)).collect();
+    let (objects, keys): (Vec<_>, Vec<_>) = on_all(&units, |unit| object_of(&build, unit, &out)).into_iter().unzip();
+    let (archive, key, key_file) = (out.join("libtokenyard_cpu.a"), keys.join(" "), out.join("cpu.key"));
+    if !archive.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
+        // A new one: into an old one objects are only added.
+        let _ = (fs::remove_file(&key_file), fs::remove_file(&archive));
+        cc::Build::new().cargo_metadata(false).objects(objects).compile("tokenyard_cpu");
         write(&key_file, &key);
     }
     println!("cargo::rustc-link-search=native={}", out.display());
     println!("cargo::rustc-link-lib=static=tokenyard_cpu");
     println!("cargo::rustc-link-lib=stdc++");
+}
+
+/// The object of a unit and its key: compiled unless it was from the same sources in the same way.
+fn object_of(build: &cc::Build, unit: &Path, out: &Path) -> (PathBuf, String) {
+    let (object, key_file) = (out.join(flat_name(unit, "o")), out.join(flat_name(unit, "key")));
+    let mut build = build.clone();
+    let compiler = build.get_compiler();
+    let key = key_of(&format!("{:?} {:?}", compiler.path(), compiler.args()), sources_of(unit).iter());
+    if !object.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
+        let _ = fs::remove_file(&key_file);
+        for made in build.file(unit).compile_intermediates() {
+            if let Err(why) = fs::rename(&made, &object) {
+                fail(&format!("{} cannot be renamed: {why}", made.display()));
+            }
+        }
+        write(&key_file, &key);
+    }
+    (object, key)
+}
+
+/// A unit and everything of the repository that it includes, in whatever way it is built.
+fn sources_of(unit: &Path) -> BTreeSet<PathBuf> {
+    let mut found = BTreeSet::from([unit.to_path_buf()]);
+    let mut waiting = vec![unit.to_path_buf()];
+    while let Some(source) = waiting.pop() {
+        let places = [source.parent().unwrap_or(Path::new("")), Path::new("kernels"), Path::new("kernels/cpu")];
+        let text = String::from_utf8_lossy(&read(&source)).into_owned();
+        for name in text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.split('"').next()) {
+            let included = places.iter().map(|place| place.join(name)).find(|path| path.exists());
+            waiting.extend(included.filter(|path| found.insert(path.clone())));
+        }
+    }
+    found
+}
+
+/// What `work` makes of each, in their order, for as many at once as cargo has jobs.
+fn on_all<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..items.len().min(jobs) {
+            scope.spawn(|| {
+                loop {
+                    let at = next.fetch_add(1, Relaxed);
+                    let Some(item) = items.get(at) else { return };
+                    let result = work(item);
+                    if let Ok(mut done) = done.lock() {
+                        done.push((at, result));
+                    }
+                }
+            });
+        }
+    });
+    let mut done = done.into_inner().unwrap_or_default();
+    done.sort_by_key(|(at, _)| *at);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// The key of what was built of these sources in a way: with another key it must be built again. Cargo also runs this
@@ -212,33 +270,21 @@ struct Unit {
 
 impl Unit {
     fn of(source: PathBuf, out: &Path) -> Unit {
-        // Folders' files may have the same name.
-        let name: Vec<_> = source.with_extension("").iter().map(|part| part.to_string_lossy().into_owned()).collect();
-        let fatbin = out.join(format!("{}.fatbin", name.join("_")));
+        let fatbin = out.join(flat_name(&source, "fatbin"));
         Unit { source, fatbin }
     }
 }
 
-/// Runs nvcc on all units, on as many at once as cargo has jobs, and waits for all. Returns the table of kernels, and
-/// the seconds; or why one is not built.
+/// A file's name with those of its folders, as folders' files may have the same name.
+fn flat_name(source: &Path, extension: &str) -> String {
+    let parts: Vec<_> = source.with_extension("").iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    format!("{}.{extension}", parts.join("_"))
+}
+
+/// Runs nvcc on all units and waits for all. Returns the table of kernels, and the seconds; or why one is not built.
 fn run_nvcc_on_all(nvcc: &Path, units: &[Unit]) -> Result<String, String> {
-    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
     let start = Instant::now();
-    let (waiting, tables) = (Mutex::new(units.iter()), Mutex::new(Vec::new()));
-    let next = || waiting.lock().ok()?.next();
-    std::thread::scope(|scope| {
-        for _ in 0..units.len().min(jobs) {
-            scope.spawn(|| {
-                while let Some(unit) = next() {
-                    let table = run_nvcc(nvcc, unit);
-                    if let Ok(mut tables) = tables.lock() {
-                        tables.push(table);
-                    }
-                }
-            });
-        }
-    });
-    let mut tables = tables.into_inner().unwrap_or_default().into_iter().collect::<Result<Vec<String>, String>>()?;
+    let mut tables = on_all(units, |unit| run_nvcc(nvcc, unit)).into_iter().collect::<Result<Vec<String>, String>>()?;
     tables.sort();
     let columns = "kernel arch registers stack spill_stores spill_loads";
     Ok(format!("{columns}\n{}nvcc_seconds {:.1}\n", tables.concat(), start.elapsed().as_secs_f64()))

@@ -37,49 +37,19 @@ mkdir "$target/logs"
 # The program itself stands elsewhere.
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
 
-# Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has
-# ended, or has run for much longer than ever.
-first() {
-  local name
-  for name in transport calls proxy program; do grep "/$name-[^/]*\$" <<<"$programs" || true; done
-  grep -v -E '/(transport|calls|proxy|program|verbs)-[^/]*$' <<<"$programs"
-}
-export logs=$target/logs
-# shellcheck disable=SC2016
-first | xargs -P 2 -I '{}' bash -c '
-  log=$logs/$(basename "{}").log
-  status=0
-  timeout -k 10 1200 "{}" >"$log" 2>&1 || status=$?
-  grep -v "^test .* \.\.\. ok$" "$log"
-  [ "$status" -eq 0 ] || echo "{} ended with status $status"
-  exit "$status"'
-
-# Verbs, in a VM with soft-RoCE, beside what follows, since it keeps one core busy.
-VM_OUT=$target/profiles VM_TIMEOUT=900 tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
-  "$(grep '/verbs-[^/]*$' <<<"$programs")" --test-threads=1 >"$logs/vm.log" 2>&1 &
-vm=$!
-trap 'kill "$vm" 2>/dev/null || true' EXIT
-
-# libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
-over_libfabric2() {
+# Status 77: this machine lacks something, which was printed.
+lacks() {
   local status=0
-  LLVM_PROFILE_FILE=$target/profiles/libfabric2-%8m.profraw tests/libfabric2.sh \
-    "$(grep '/transport-[^/]*$' <<<"$programs")" libfabric::tcp:: libfabric::shm_between_processes || status=$?
+  "$@" || status=$?
   [ "$status" -eq 77 ] || return "$status"
 }
-over_libfabric2
-
-# The documentation's tests link with the crate as it was built above.
-RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$target" --doc
-
-# Status 77: this machine lacks something, which was printed; 125: it does not get the VM to run.
-vm_ended() {
+# Verbs, in a VM with soft-RoCE. Status 125: it does not get the VM to run.
+in_vm() {
   local status=0
-  wait "$vm" || status=$?
-  trap - EXIT
-  cat "$logs/vm.log"
+  VM_OUT=$target/profiles VM_TIMEOUT=900 lacks tests/verbs/vm.sh \
+    env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" "$1" --test-threads=1 || status=$?
   case $status in
-    0 | 77) return 0 ;;
+    0) ;;
     125)
       echo "skipped: the VM does not run here, so that verbs is not tested"
       [ "${TOKENYARD_STRICT:-}" != 1 ]
@@ -92,7 +62,41 @@ vm_ended() {
   esac
   return "$status"
 }
-vm_ended
+# libfabric's part of the contract once more, over libfabric 2.x.
+over_libfabric2() {
+  LLVM_PROFILE_FILE=$target/profiles/libfabric2-%8m.profraw lacks tests/libfabric2.sh \
+    "$1" libfabric::tcp:: libfabric::shm_between_processes
+}
+# The documentation's tests link with the crate as it was built above.
+of_documentation() {
+  RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli,c --target-dir "$1" --doc
+}
+# Runs a program in a way of this script; its output comes when it has ended, or has run for much longer than ever.
+ended() {
+  local log=$target/logs/$1-$(basename "$2").log status=0
+  case $1 in
+    alone) timeout -k 10 1200 "$2" ;;
+    *) "$1" "$2" ;;
+  esac >"$log" 2>&1 || status=$?
+  grep -v "^test .* \.\.\. ok$" "$log" || true
+  [ "$status" -eq 0 ] || echo "$2 ended with status $status"
+  return "$status"
+}
+export -f lacks in_vm over_libfabric2 of_documentation ended
+export target
+
+# Two programs at a time, since most tests wait; those that take longest first.
+ways() {
+  local name
+  for name in transport calls; do sed -n "/\/$name-[^/]*\$/s/^/alone /p" <<<"$programs"; done
+  sed -n '/\/verbs-[^/]*$/s/^/in_vm /p' <<<"$programs"
+  for name in program proxy; do sed -n "/\/$name-[^/]*\$/s/^/alone /p" <<<"$programs"; done
+  echo "of_documentation $target"
+  sed -n '/\/transport-[^/]*$/s/^/over_libfabric2 /p' <<<"$programs"
+  grep -v -E '/(transport|calls|proxy|program|verbs)-[^/]*$' <<<"$programs" | sed 's/^/alone /'
+}
+# shellcheck disable=SC2016
+ways | xargs -P 2 -d '\n' -n 1 bash -c 'set -euo pipefail; ended "${1%% *}" "${1#* }"' bash
 
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
