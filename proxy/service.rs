@@ -525,6 +525,8 @@ impl Drop for Registered {
             let region = self.region;
             let _busy = Busy::begin(&self.remote);
             if self.remote.ask(move |driver| driver.release(region)).is_err() {
+                // The proxy is busy, or has ended.
+                self.remote.tell(move |driver| driver.release(region));
                 return;
             }
             wait::poll("writes of a closed context", REST, || {
@@ -567,7 +569,7 @@ impl Opening {
         let busy = Busy::begin(&remote);
         let rank = world.original(world.rank());
         let linked = linked(wire, rank);
-        let registered = remote.ask(move |driver| {
+        let register = move |driver: &mut Driver<AnyTransport>| {
             driver.enter_generation(generation)?;
             let freed = driver.take_back();
             // SAFETY: the arena lives as long as what keeps it; kernels and transports access it through raw addresses
@@ -575,6 +577,14 @@ impl Opening {
             let region = unsafe { driver.register(span, keep) }?;
             let address = |peer| Ok((peer, driver.transport().address(peer)?));
             Ok((region, linked.into_iter().map(address).collect::<Result<Vec<_>>>(), freed))
+        };
+        // Pinning a large arena may take longer than this rank waits.
+        let registered = remote.ask_or_undo(register, |driver, late: Result<_>| {
+            if let Ok((region, _, freed)) = late {
+                driver.release(region);
+                // Not on the proxy's thread: freeing may wait for kernels, which may wait for the proxy.
+                let _ = std::thread::Builder::new().spawn(move || drop::<Vec<Kept>>(freed));
+            }
         });
         let registered = registered.and_then(|inner| inner).and_then(|(region, addresses, _freed)| {
             number.region = Some(region);

@@ -6,8 +6,8 @@ mod mailbox;
 
 /// Loom's parts for the mailbox.
 mod sync {
-    pub use loom::sync::Mutex;
     pub use loom::sync::atomic::{AtomicBool, Ordering};
+    pub use loom::sync::{Mutex, MutexGuard};
 
     use loom::cell::UnsafeCell;
     use loom::sync::atomic::AtomicU8;
@@ -182,5 +182,25 @@ fn a_request_is_withdrawn_while_it_is_taken() {
         });
         let withdrawn = slip.withdraw();
         assert_eq!(thread.join().unwrap(), u32::from(!withdrawn));
+    });
+}
+
+#[test]
+fn a_caller_leaves_while_its_request_runs() {
+    loom::model(|| {
+        let mailbox: Arc<Mailbox<Job, ()>> = Arc::new(Mailbox::new());
+        let slip: Job = Arc::new(Slip::new(20));
+        mailbox.put(Arc::clone(&slip));
+        let takes = Arc::clone(&mailbox);
+        let thread = thread::spawn(move || takes.take().and_then(|slip| slip.run(|asked| asked + 1)));
+        // As a caller at its deadline.
+        let withdrawn = slip.withdraw();
+        let answer = if withdrawn { None } else { slip.leave() };
+        let undone = thread.join().unwrap();
+        // Whatever was done, one of both knows.
+        assert_eq!(
+            [answer, undone].into_iter().flatten().collect::<Vec<_>>(),
+            if withdrawn { vec![] } else { vec![21] }
+        );
     });
 }

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 
-from mutants_stated import GROUPS
+from mutants_program import GROUPS as OF_PROGRAM
+from mutants_stated import GROUPS as OF_LIBRARY
 from mutants_table import (
     AGREEMENT, BUILDER, CALLS, CARDS, CASE, CPU, DEVICE, DRIVER, ERROR, EXECUTOR, FILES, FREE_MEMORY, HANDLE, HOST,
     INTERRUPT, IN_PLACE, LAUNCHES, MACHINE, MAILBOX, NIC, OPEN, OVER, PAIRS, PICK, PROJECTION, QUOTE, RECORDING,
@@ -54,6 +55,7 @@ SCALES_LATER = ("world=4,hidden=256,experts=8,top_k=1,partial=fp8,ll_tokens=256,
 # LL rows that are looked at between the two halves of a vector's store.
 HALVES_LATER = ("world=4,hidden=512,experts=8,top_k=3,ll_tokens=256,tokens=24,max_tokens=24,sms=2,iters=240,"
                 "world_mode=one-thread,seed=5")
+GROUPS = OF_LIBRARY + OF_PROGRAM
 MUTANTS = TABLE + [mutant for _, _, group in GROUPS for mutant in group]
 # What catches a mutant, where it is stated: unit tests or a module of a test program, by the mutant's name.
 STATED = {mutant[0]: (kind, words) for kind, words, group in GROUPS for mutant in group}

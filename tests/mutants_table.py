@@ -460,4 +460,7 @@ TABLE = [
     ("waits at a thread's end need its interrupts", INTERRUPT, "IN_FORCE.try_with(Cell::take).unwrap_or_default()", "IN_FORCE.take()"),
     ("what a check panicked with is dropped", INTERRUPT, "        std::mem::forget(payload);\n", ""),
     ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
+    ("an answer that nobody waits for is kept", MAILBOX, "if place.unwanted {", "if false {"),
+    ("a late answer is not undone", REMOTE, "undo(driver, late);", "drop((undo, late));"),
+    ("a region is released twice", DRIVER, "if self.is_registered(region) && !self.is_leaving(region) {", "if true {"),
 ]

@@ -7,6 +7,7 @@
 //!   caller                                          proxy's thread
 //!   put: lock, push, `waiting` = true ──────▶ take: `waiting`? lock, pop; if empty `waiting` = false
 //!   look: `ended`? then the answer    ◀────── Slip::run: the answer is stored
+//!   leave: the answer, or nobody waits ─────▶ Slip::run: the answer comes back, to be undone
 //!   reason                            ◀────── give_up: the reason is set; end: `ended` = true
 //! ```
 //!
@@ -18,7 +19,7 @@
 //!
 //! `tests/loom.rs` runs this file over all orders of two and three threads, with the memory model's stale loads.
 
-use super::sync::{AtomicBool, CachePadded, Mutex, OnceLock, Ordering};
+use super::sync::{AtomicBool, CachePadded, Mutex, MutexGuard, OnceLock, Ordering};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
@@ -88,13 +89,19 @@ impl<R, E> Mailbox<R, E> {
 /// One request and its answer. The thread that takes the request out runs it or drops it.
 pub struct Slip<Q, A> {
     request: Mutex<Option<Q>>,
-    answer: Mutex<Option<A>>,
+    answer: Mutex<Answer<A>>,
+}
+
+struct Answer<A> {
+    answer: Option<A>,
+    /// Nobody waits for it any more.
+    unwanted: bool,
 }
 
 impl<Q, A> Slip<Q, A> {
     /// Not run yet.
     pub fn new(request: Q) -> Slip<Q, A> {
-        Slip { request: Mutex::new(Some(request)), answer: Mutex::new(None) }
+        Slip { request: Mutex::new(Some(request)), answer: Mutex::new(Answer { answer: None, unwanted: false }) }
     }
 
     /// Takes the request out, unless it was taken before. Releases the lock before it returns.
@@ -102,23 +109,40 @@ impl<Q, A> Slip<Q, A> {
         self.request.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// On the thread: runs the request and stores its answer, unless it was withdrawn.
-    pub fn run(&self, request: impl FnOnce(Q) -> A) {
-        let Some(asked) = self.open() else { return };
-        let answer = request(asked);
-        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+    /// On the thread: runs the request and stores its answer, unless it was withdrawn. Gives the answer back if the
+    /// caller has left.
+    pub fn run(&self, request: impl FnOnce(Q) -> A) -> Option<A> {
+        let answer = request(self.open()?);
+        let mut place = self.answer();
+        if place.unwanted {
+            return Some(answer);
+        }
+        place.answer = Some(answer);
+        None
+    }
+
+    fn answer(&self) -> MutexGuard<'_, Answer<A>> {
+        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The caller's poll: `None` to poll again, `Some(None)` if the thread has ended without an answer.
     pub fn look<R, E>(&self, mailbox: &Mailbox<R, E>) -> Option<Option<A>> {
         // Loaded before the answer: the thread may store an answer and end between the two loads.
         let ended = mailbox.has_ended();
-        let answer = self.answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let answer = self.answer().answer.take();
         if answer.is_none() && ended { Some(None) } else { answer.map(Some) }
     }
 
     /// Ends the caller's wait: a request that has not begun never begins. True if it had not begun.
     pub fn withdraw(&self) -> bool {
         self.open().is_some()
+    }
+
+    /// Ends the caller's wait for a request that may have begun: its answer, if that is there by now. A later one goes
+    /// back to the thread.
+    pub fn leave(&self) -> Option<A> {
+        let mut place = self.answer();
+        place.unwanted = true;
+        place.answer.take()
     }
 }

@@ -293,7 +293,9 @@ impl<T: Transport + 'static> Driver<T> {
     /// Has a region taken back as soon as nothing posted from it is outstanding and peers have let go of it (P13): by
     /// the [`take_back`](Self::take_back) after that.
     pub fn release(&mut self, region: RegionId) {
-        self.leaving.push(region);
+        if self.is_registered(region) && !self.is_leaving(region) {
+            self.leaving.push(region);
+        }
     }
 
     /// Whether a region that was released is still to be taken back.
@@ -427,7 +429,8 @@ impl<T: Transport + 'static> Driver<T> {
     fn step(&mut self, input: Input<'_>) {
         let Driver { machine, transport, contexts, shared, failed, .. } = self;
         let own = machine.rank();
-        machine.step(input, &mut Hands { transport: Some(&mut *transport), contexts, shared, own, failed });
+        let sound = if self.broken { None } else { Some(&mut *transport) };
+        machine.step(input, &mut Hands { transport: sound, contexts, shared, own, failed });
         if self.broken {
             return;
         }

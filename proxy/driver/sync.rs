@@ -2,4 +2,4 @@
 
 pub use crossbeam_utils::CachePadded;
 pub use std::sync::atomic::{AtomicBool, Ordering};
-pub use std::sync::{Mutex, OnceLock};
+pub use std::sync::{Mutex, MutexGuard, OnceLock};

@@ -241,11 +241,58 @@ fn a_request_that_nobody_waits_for_any_more_is_not_done() {
     let mut driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
     let done = Arc::new(std::sync::atomic::AtomicBool::new(false));
     let flag = Arc::clone(&done);
-    let error = driver.remote().ask_within(Duration::from_millis(5), move |_| flag.store(true, Ordering::Relaxed));
+    let error =
+        driver.remote().ask_within(Duration::from_millis(5), move |_| flag.store(true, Ordering::Relaxed), |_, ()| ());
     assert!(error.unwrap_err().to_string().contains("does not answer"));
     assert_eq!(Arc::strong_count(&done), 1, "what it captured is gone");
     driver.poll_once();
     assert!(!done.load(Ordering::Relaxed));
+}
+
+#[test]
+fn an_answer_that_comes_when_its_caller_has_left_is_undone() {
+    let network = Network::new(1, SimConfig::calm()).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 1, liveness: LIVENESS }).unwrap();
+    let mut driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
+    let remote = driver.remote();
+    let (begins, begun) = std::sync::mpsc::channel();
+    let (leaves, left) = std::sync::mpsc::channel();
+    let (undoes, undone) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let request = move |_: &mut Driver<SimEndpoint>| {
+                begins.send(()).unwrap();
+                left.recv_timeout(PATIENCE).unwrap();
+                7
+            };
+            // Long enough for the driver to begin.
+            let answer =
+                remote.ask_within(Duration::from_millis(500), request, move |_, late| undoes.send(late).unwrap());
+            assert!(answer.unwrap_err().to_string().contains("does not answer"));
+            leaves.send(()).unwrap();
+        });
+        wait::poll("the request", PATIENCE, || {
+            driver.poll_once();
+            begun.try_recv().ok()
+        });
+    });
+    assert_eq!(undone.try_iter().collect::<Vec<_>>(), [7]);
+}
+
+#[test]
+fn a_region_is_released_once_however_often_it_is_asked() {
+    let network = Network::new(1, SimConfig::calm()).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 1, liveness: LIVENESS }).unwrap();
+    let mut driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
+    let arena = Words::owned(8);
+    let base = arena.get(0).unwrap().as_ptr() as u64;
+    // SAFETY: the arena is dropped after the driver, and nothing accesses it.
+    let region = unsafe { driver.register(Span::host(base, 64), Arc::new(())) }.unwrap();
+    (0..2).for_each(|_| driver.release(region));
+    assert_eq!((driver.take_back().len(), driver.is_registered(region)), (1, false));
+    driver.release(region);
+    assert!(driver.take_back().is_empty() && driver.remote().failure().is_none());
+    drop(driver);
 }
 
 #[test]

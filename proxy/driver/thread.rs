@@ -130,18 +130,40 @@ impl<T: Transport + 'static> Remote<T> {
     /// # Errors
     /// `Transport` if the driver has ended or does not answer.
     pub fn ask<R: Send + 'static>(&self, request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static) -> Result<R> {
-        self.ask_within(REQUEST_TIMEOUT, request)
+        self.ask_within(REQUEST_TIMEOUT, request, |_, _| ())
+    }
+
+    /// As [`ask`](Self::ask); `undo` gets an answer that comes after this call has failed.
+    ///
+    /// # Errors
+    /// As `ask`.
+    pub fn ask_or_undo<R: Send + 'static>(
+        &self,
+        request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static,
+        undo: impl FnOnce(&mut Driver<T>, R) + Send + 'static,
+    ) -> Result<R> {
+        self.ask_within(REQUEST_TIMEOUT, request, undo)
+    }
+
+    /// Has the driver run `request` between two passes, and does not wait for it.
+    pub fn tell(&self, request: impl FnOnce(&mut Driver<T>) + Send + 'static) {
+        self.shared.mailbox.put(Box::new(request));
     }
 
     pub(super) fn ask_within<R: Send + 'static>(
         &self,
         timeout: Duration,
         request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static,
+        undo: impl FnOnce(&mut Driver<T>, R) + Send + 'static,
     ) -> Result<R> {
         let mailbox = &self.shared.mailbox;
         let slip = Arc::new(Slip::new(request));
         let taken = Arc::clone(&slip);
-        mailbox.put(Box::new(move |driver| taken.run(|request| request(driver))));
+        mailbox.put(Box::new(move |driver| {
+            if let Some(late) = taken.run(|request| request(driver)) {
+                undo(driver, late);
+            }
+        }));
         let left = "the request was not begun; ask again";
         let answer = match wait::poll_unless("the proxy's answer", timeout, left, || slip.look(mailbox)) {
             Ok(answer) => answer,
@@ -149,9 +171,8 @@ impl<T: Transport + 'static> Remote<T> {
             // It has begun: this caller must keep or undo its result.
             Err(_) => wait::poll("the proxy's answer", timeout, || slip.look(mailbox)),
         };
-        answer.flatten().ok_or_else(|| {
-            // A request without a waiting caller is not run.
-            slip.withdraw();
+        // A request without a waiting caller is not run.
+        answer.flatten().or_else(|| if slip.withdraw() { None } else { slip.leave() }).ok_or_else(|| {
             self.end().unwrap_or_else(|| {
                 Error::transport(
                     "the proxy thread does not answer",

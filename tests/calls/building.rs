@@ -36,6 +36,8 @@ enum Fault {
 #[derive(Default)]
 struct Knobs {
     fault: Mutex<Option<Fault>>,
+    /// It was called after its `poll` had failed.
+    called_again: AtomicBool,
     /// Runs as memory is registered, and as a connection is made.
     hold: Mutex<Option<(Fault, Hold)>>,
 }
@@ -49,6 +51,13 @@ struct Faulty {
 }
 
 impl Faulty {
+    /// Notes calls that come while `poll` fails.
+    fn sound(&self) {
+        if *self.knobs.fault.lock().unwrap() == Some(Fault::Poll) {
+            self.knobs.called_again.store(true, Ordering::Relaxed);
+        }
+    }
+
     fn fail(&self, at: Fault) -> Result<()> {
         if let Some((place, hold)) = &mut *self.knobs.hold.lock().unwrap()
             && *place == at
@@ -98,14 +107,17 @@ impl Transport for Faulty {
     }
 
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        self.sound();
         self.inner.post(write)
     }
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        self.sound();
         self.inner.send(peer, message)
     }
 
     fn flush(&mut self) -> Result<()> {
+        self.sound();
         self.inner.flush()
     }
 
@@ -283,6 +295,27 @@ fn other_proxy(step: Step) -> Option<(Limits, Option<Fault>)> {
         Step::Gone => Some((Limits::NONE, Some(Fault::Poll))),
         _ => None,
     }
+}
+
+#[test]
+fn an_endpoint_that_failed_is_not_called_again() {
+    let network = Loopback::default();
+    on_ranks(2, |world| {
+        let world = world.with_nodes(&[1, 1]).unwrap();
+        let (proxy, knobs) = proxy(&world, &network, Limits::NONE, None);
+        let rig = Rig::with(&world, |builder| builder.proxy(&proxy));
+        rig.good_round(0);
+        world.barrier("a round").unwrap();
+        if world.rank() == Rank(0) {
+            *knobs.fault.lock().unwrap() = Some(Fault::Poll);
+            wait::poll("the proxy's end", PATIENCE, || proxy.remote().end()).expect("the proxy goes on");
+            // It may have been between two calls of one pass.
+            knobs.called_again.store(false, Ordering::Relaxed);
+        }
+        drop(rig);
+        assert!(!knobs.called_again.load(Ordering::Relaxed));
+        world.barrier("done").unwrap();
+    });
 }
 
 #[test]

@@ -35,6 +35,7 @@ const BIND_PATIENCE: Duration = Duration::from_secs(1);
 const LOOKUP_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
+pub(super) const MAX_TIMEOUT: Duration = Duration::from_millis(MAX_TIMEOUT_MS);
 
 /// Sizes of nodes, as in `4,4`.
 fn node_sizes(text: &str) -> Result<Vec<usize>> {

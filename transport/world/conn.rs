@@ -222,15 +222,19 @@ pub(super) fn interest(conn: &Conn) -> PollFd<'_> {
     PollFd::new(conn.as_fd(), PollFlags::POLLIN | out)
 }
 
-/// Waits until one of `fds` is ready or `until` has come. Only the bootstrap thread may wait like this.
-pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) {
+/// Waits until one of `fds` is ready or `until` has come. Only the bootstrap thread may wait like this. False if the
+/// system does not tell which are ready: any of them may be.
+pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) -> bool {
     let left = until.saturating_duration_since(Instant::now());
     // One more, so that a fraction of a millisecond does not become a busy loop.
     let millis = u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX);
     match poll(fds, PollTimeout::from(millis)) {
-        Ok(_) | Err(Errno::EINTR) => {}
+        Ok(_) | Err(Errno::EINTR) => true,
         // Out of kernel memory or over a limit: check all sockets again a little later.
-        Err(_) => std::thread::sleep(Duration::from_millis(10)),
+        Err(_) => {
+            std::thread::sleep(Duration::from_millis(10));
+            false
+        }
     }
 }
 
@@ -239,6 +243,20 @@ mod tests {
     use super::super::wire::{self, Message};
     use super::*;
     use std::net::TcpListener;
+
+    #[test]
+    fn a_poll_that_fails_tells_of_nothing_that_is_ready() {
+        let (_, strange) = pair();
+        let (soft, _) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap();
+        // More than the system polls at once.
+        let Ok(many) = usize::try_from(soft).map(|soft| soft.saturating_add(1)).map_err(drop) else { return };
+        let soon = Instant::now() + Duration::from_millis(5);
+        let one = PollFd::new(strange.as_fd(), PollFlags::POLLIN);
+        assert!(wait_ready(&mut [one.clone()], soon));
+        if many < 1 << 22 {
+            assert!(!wait_ready(&mut vec![one; many], soon));
+        }
+    }
 
     /// Both ends of a connection; this one takes frames of strangers.
     fn pair() -> (Conn, TcpStream) {

@@ -342,6 +342,7 @@ impl World {
                 generation,
                 members: Some(members.to_vec()),
                 first_nodes: Some(first_nodes),
+                timeout: self.timeout.min(bootstrap::MAX_TIMEOUT),
                 ..(**bootstrap).clone()
             };
             return Ok(World::join_knowing(&next, self.family.hosts.clone())?.succeeding(self));

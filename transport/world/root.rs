@@ -130,8 +130,13 @@ impl Root {
         fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener.as_fd(), PollFlags::POLLIN)));
         fds.extend(self.pending.iter().map(|pending| interest(&pending.conn)));
         fds.extend(self.closing.iter().map(|closing| interest(closing.conn())));
-        wait_ready(&mut fds, self.next_deadline());
-        members.iter().zip(&fds).filter(|(_, fd)| fd.any() != Some(false)).map(|((rank, _), _)| *rank).collect()
+        let known = wait_ready(&mut fds, self.next_deadline());
+        members
+            .iter()
+            .zip(&fds)
+            .filter(|(_, fd)| !known || fd.any() != Some(false))
+            .map(|((rank, _), _)| *rank)
+            .collect()
     }
 
     fn next_deadline(&self) -> Instant {

@@ -107,3 +107,19 @@ fn a_rank_that_names_more_members_ends_the_regroup_of_those_that_do_not_name_it(
         });
     }
 }
+
+#[test]
+fn a_regroup_of_processes_has_the_deadline_of_its_world() {
+    let both = [Rank(0), Rank(1)];
+    joined(2, |world| {
+        let given = PATIENCE / 3;
+        let next = world.with_timeout(given).regroup(1, &both).unwrap();
+        assert_eq!(next.timeout(), given);
+        exchange_many(next.clone());
+        if next.rank() == Rank(0) {
+            let start = Instant::now();
+            let error = bootstrap_error(next.clone().with_timeout(SHORT).regroup(2, &both));
+            assert!(start.elapsed() < PATIENCE / 2 && error.to_string().contains("rank 1 has not joined"), "{error}");
+        }
+    });
+}

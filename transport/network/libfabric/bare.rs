@@ -95,17 +95,18 @@ impl Bare {
     /// # Errors
     /// `Argument` if the write is outside of the span, or there is no peer; `Transport` with the library's text.
     pub fn post(&mut self, offset: usize, bytes: usize, imm: u32) -> Result<bool> {
-        let Some((address, remote)) = self.peer.filter(|_| offset + bytes <= self.span.bytes) else {
+        let Some((address, remote)) =
+            self.peer.filter(|_| offset.checked_add(bytes).is_some_and(|end| end <= self.span.bytes))
+        else {
             return Err(Error::argument("bytes", bytes, "stay within the region of a peer that is connected"));
         };
         if self.under_way >= self.lane.room {
             return Ok(false);
         }
-        self.next = self.next.wrapping_add(1);
         let write = BareWrite { offset: offset as u64, bytes, address, remote, imm, number: self.next };
         match self.lane.write_bare(REGION, self.span.base, &write) {
             0 => {
-                self.under_way += 1;
+                (self.under_way, self.next) = (self.under_way + 1, self.next.wrapping_add(1));
                 Ok(true)
             }
             code if code == -FI_EAGAIN => Ok(false),

@@ -133,7 +133,8 @@ impl Bare {
     /// # Errors
     /// `Argument` if the write is outside of the span, or there is no peer; `Transport` with the library's text.
     pub fn post(&mut self, offset: usize, bytes: usize, imm: u32) -> Result<bool> {
-        let Some(remote) = self.peer.filter(|_| offset + bytes <= self.span.bytes) else {
+        let within = offset.checked_add(bytes).is_some_and(|end| end <= self.span.bytes);
+        let (Some(remote), Ok(length), true) = (self.peer, u32::try_from(bytes), within) else {
             return Err(Error::argument("bytes", bytes, "stay within the region of a peer that is connected"));
         };
         if self.under_way >= self.room {
@@ -141,7 +142,7 @@ impl Bare {
         }
         // SAFETY: open.
         let key = unsafe { (*self.region.as_ptr()).lkey };
-        let mut piece = ibv_sge { addr: self.span.base + offset as u64, length: bytes as u32, lkey: key };
+        let mut piece = ibv_sge { addr: self.span.base + offset as u64, length, lkey: key };
         // SAFETY: numbers and pointers that may be null.
         let mut request: ibv_send_wr = unsafe { zeroed() };
         request.wr_id = WRITE;

@@ -404,7 +404,10 @@ impl Inbound {
     /// Hands out an arrival that is complete.
     pub(super) fn deliver(&mut self, core: &mut Core, arrival: Arrival) {
         let Some(guest) = self.guests.get_mut(&arrival.guest) else { return };
-        // A complete arrival keeps its number until now.
+        // A complete arrival keeps its number until now, unless its region was taken back: another may have it then.
+        if guest.arrivals.get(&arrival.number).is_none_or(|incoming| incoming.serial != arrival.serial) {
+            return;
+        }
         let Some(incoming) = guest.arrivals.remove(&arrival.number) else { return };
         guest.ready -= 1;
         core.counts.reordered += u64::from(arrival.number < guest.delivered);

@@ -670,6 +670,23 @@ fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
 }
 
 #[test]
+fn a_write_that_was_dropped_before_its_time_and_delivers_another_of_its_number() {
+    let (mut nodes, guest) = host(SimConfig::calm());
+    let target = Place { region: RegionId(0), offset: 0 };
+    let piece = |at| Piece { number: 1, nic: 0, target, imm: ImmValue::from_bits(6), total: 16, at };
+    // As of a write that was placed, whose region was taken back before it was to be delivered.
+    let earlier = shared::Arrival { guest, number: 1, serial: nodes[0].endpoint.core.number() };
+    deliver(&mut nodes, guest, piece(0), &[1; 8]);
+    let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
+    inbound.deliver(core, earlier);
+    pump(&mut nodes, 100);
+    assert!(nodes[0].imms.is_empty(), "half of a write, and its immediate is here");
+    deliver(&mut nodes, guest, piece(8), &[2; 8]);
+    pump_until(&mut nodes, "the write", |nodes| nodes[0].imms == [6]);
+    assert_eq!([7, 8].map(|at| nodes[0].byte(at)), [1, 2]);
+}
+
+#[test]
 fn a_network_between_processes_that_carries_no_payload() {
     let config = SimConfig { payload: false, ..SimConfig::calm() };
     let error = ProcessEndpoint::open(Rank(0), TOKEN, config).map(drop).unwrap_err();
