@@ -476,8 +476,8 @@ impl World {
         matches!(self.link, Link::Threads(_))
     }
 
-    /// Changes the deadline of this handle's collectives. A deadline that passes ends the world's
-    /// collectives on all ranks.
+    /// Changes the deadline of this handle's collectives, and of worlds that are regrouped from it. A deadline that
+    /// passes ends the world's collectives on all ranks.
     pub fn with_timeout(mut self, timeout: Duration) -> World {
         self.timeout = timeout;
         self
