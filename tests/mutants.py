@@ -25,7 +25,7 @@ from mutants_program import GROUPS as OF_PROGRAM
 from mutants_stated import GROUPS as OF_LIBRARY
 from mutants_table import (
     AGREEMENT, BUILDER, CALLS, CARDS, CASE, CPU, DEVICE, DRIVER, ERROR, EXECUTOR, FILES, FREE_MEMORY, HANDLE, HOST,
-    INTERRUPT, IN_PLACE, LAUNCHES, MACHINE, MAILBOX, NIC, OPEN, OVER, PAIRS, PICK, PROJECTION, QUOTE, RECORDING,
+    INTERRUPT, IN_PLACE, LAUNCHES, MACHINE, MAILBOX, NEEDS, NIC, OPEN, OVER, PAIRS, PICK, PROJECTION, QUOTE, RECORDING,
     REGIONS, REMOTE, REPLAY, REPORT, SCHEDULE, SCHEDULER, SEEDED, SERVICE, SHAPE, STACKS, VIEW, VIEWS, WAIT, WORLD,
     TABLE)
 
@@ -180,6 +180,7 @@ class Worker:
             SEEDED: [("device", test("device", "world"))],
             CALLS: contexts + overlaps + ownership + [("unit tests", [*lib, "context::"])],
             VIEWS: overlaps + contexts,
+            NEEDS: overlaps,
             SHAPE: contexts,
             BUILDER: [("faults", test("faults", "are_refused"))],
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,

@@ -24,6 +24,7 @@ VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
 LAUNCHES = "kernels/cpu/launch.cpp"
+NEEDS = "bindings/api/needs.rs"
 VIEWS, SHAPE, BUILDER = "bindings/api/calls.rs", "bindings/api/shape.rs", "bindings/api/builder.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
@@ -357,9 +358,9 @@ TABLE = [
     ("a graph of a past generation's context launched", RECORDING, "self.chains.iter().try_for_each(|(chains, _)| chains.check_current())?;", ""),
     ("calls on another device's stream taken", CALLS, 'self.device.expect_own("stream", stream.device())?;', ""),
     ("a graph launched on another device's stream", DEVICE, 'stream.queue.device.place().must_be("stream", self.place())?;', ""),
-    ("outputs lie in inputs of their call", "bindings/api/needs.rs", "for other in &used[..at] {", "for other in &used[self.read..at] {"),
-    ("outputs of a call lie in each other", "bindings/api/needs.rs", "for other in &used[..at] {", "for other in &used[..self.read] {"),
-    ("memory that ends where other begins overlaps it", "bindings/api/needs.rs", "written.begin < other.end &&", "written.begin <= other.end &&"),
+    ("outputs lie in inputs of their call", NEEDS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
+    ("outputs of a call lie in each other", NEEDS, "for other in &used[..at] {", "for other in &used[..self.read] {"),
+    ("memory that ends where other begins overlaps it", NEEDS, "written.begin < other.end &&", "written.begin <= other.end &&"),
     ("sums written where later rounds read", CALLS, "if let Some(rows) = &sent.views {", "if let (Some(rows), 1) = (&sent.views, self.plan.rounds) {"),
     ("rows written where later rounds read", CALLS,
      "if let Some(tokens) = &sent.views {\n            tokens.check(&mut needs)?;\n        }\n        let out = self.check_output",

@@ -263,8 +263,8 @@ fn what_has_no_room_is_refused_and_other_calls_go_on() {
         let own = of(64, RowFormat::BF16, MAX_TOKENS);
         let dispatch = |format: &CallFormat| side.ep.dispatch(&side.stream, &side.tokens(format, 1), &side.output());
         for (format, words) in [
-            (of(64, RowFormat::FP32, MAX_TOKENS), "rows of this arena have 128"),
-            (of(WIDEST, RowFormat::BF16, MAX_TOKENS), "rows of this arena have 128"),
+            (of(64, RowFormat::FP32, MAX_TOKENS), "256 bytes a row"),
+            (of(WIDEST, RowFormat::BF16, MAX_TOKENS), "256 bytes a row"),
             (own.weights(Weights::Combine), "weights is Combine"),
         ] {
             let error = dispatch(&format).unwrap_err();
