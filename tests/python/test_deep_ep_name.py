@@ -65,6 +65,22 @@ except RuntimeError as error:
 """, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["folder", "made"])
+def test_a_module_without_a_file_is_left_alone(tmp_path, kind):
+    (tmp_path / "deep_ep").mkdir()
+    made = "import deep_ep" if kind == "folder" else 'import sys, types\nsys.modules["deep_ep"] = types.ModuleType("deep_ep")'
+    place = "['" if kind == "folder" else "no file"
+    run(f"""
+{made}
+import tokenyard
+try:
+    tokenyard.install_as("deep_ep")
+except RuntimeError as error:
+    assert "deep_ep is imported already, from {place}" in str(error).replace("_NamespacePath(", ""), error
+    print("right")
+""", tmp_path)
+
+
 def test_the_distribution(tmp_path):
     """Its wheel, built without network and installed where no other package is; or without a setuptools that builds wheels
     its package as it lies."""

@@ -120,6 +120,57 @@ def test_refused_arguments_are_named_and_leave_the_buffer_as_it_was():
         c.must_be_right()
 
 
+def test_tensors_without_memory_are_named():
+    """Some of them go through kernels of torch first, which would read what is not there."""
+    world = tokenyard.World.threads(1)[0]
+    c, room = Calls(world), dict(max_num_of_tokens_per_rank=TOKENS, num_local_experts=EXPERTS)
+    elastic = deep_ep.ElasticBuffer(world, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN)
+    hybrid = deep_ep.HybridEPBuffer(world, hidden_dim=HIDDEN, **room)
+    for name in ("topk_idx", "topk_weights"):
+        given = {"topk_idx": c.ids, "topk_weights": c.weights}
+        given[name] = given[name].clone()
+        given[name].untyped_storage().resize_(0)
+        for call in (
+            lambda: c.normal(**given),
+            lambda: elastic.dispatch(c.x, **given, num_experts=EXPERTS),
+            lambda: hybrid.dispatch_with_permute(hidden=c.x, **given, num_of_experts=EXPERTS),
+        ):
+            with pytest.raises(ValueError, match=f"{name} has no memory"):
+                call()
+    c.must_be_right()
+
+
+def test_ranks_with_fewer_choices_than_others_are_told_of_lost_ones():
+    """Where a context has room for more choices already, as no rank learns of others' numbers then."""
+
+    def run(world):
+        draw = torch.Generator().manual_seed(world.rank)
+        buffer = deep_ep.Buffer(world)
+        x = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
+
+        def call(choices):
+            ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:choices] for _ in range(TOKENS)])
+            ids[:, -1] = EXPERTS - 1
+            ids[:, :-1] = ids[:, :-1] % (EXPERTS - 1)
+            of_rank, _, of_expert, named, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+            return buffer.dispatch(
+                x, num_tokens_per_rank=of_rank, is_token_in_rank=named, num_tokens_per_expert=of_expert, topk_idx=ids,
+                topk_weights=torch.ones(TOKENS, choices),
+            )[1]
+
+        came = [call(2).shape[1], call(1).shape[1]]
+        # The last expert is on rank 1, and so is what rank 0 names second.
+        try:
+            call(2 - world.rank)
+        except ValueError as error:
+            came.append(str(error))
+        return came
+
+    first, second = in_threads("cpu", 2, run)
+    assert first == [2, 1], first
+    assert second[:2] == [2, 1] and "topk_idx has 1 choices a token, and another rank's has up to 2" in second[2], second
+
+
 def test_biases_of_any_strides_are_added():
     c = Calls(tokenyard.World.threads(1)[0])
     columns = torch.randn(HIDDEN, TOKENS).t()

@@ -251,6 +251,19 @@ def test_offsets_in_bytes_and_left_out_strides():
             np.testing.assert_array_equal(got.rows[got.offsets[i] :][: got.counts[i]], case.rows_of(expert))
 
 
+def test_interfaces_without_a_stride_for_each_dimension_are_refused():
+    case, ep = alone()
+
+    class Interface:
+        def __init__(self, array, strides):
+            self.array, self.__array_interface__ = array, dict(array.__array_interface__, strides=strides)
+
+    for strides in ((8,), (8, 4, 4)):
+        with pytest.raises(ValueError, match=f"topk_weights: its array interface has {len(strides)} strides of 2 dimensions"):
+            ep.dispatch(case.x[0], case.ids[0], Interface(case.weights[0], strides))
+    ep.dispatch(case.x[0], case.ids[0], Interface(case.weights[0], None))
+
+
 def test_tensors_of_torch_by_dlpack_alone():
     torch = the_torch()
     case, ep = alone(dtype="bf16", combine_dtype="bf16")

@@ -560,13 +560,22 @@ def test_more_tokens_than_nodes_have_room_for_are_not_asked_for():
     ("given", "text"),
     [
         (dict(network="ib"), "network is 'ib': give one of auto, verbs, efa, tcp, shm, simulated"),
-        (dict(network="verbs", nics=0), "network has nics=0: give 1 or more"),
-        (dict(network="tcp", silence=-1.0), "network has silence=-1.0: give 0 or more"),
+        (dict(network="verbs", nics=0), "network has nics=0: give 1 to 4"),
+        (dict(network="verbs", nics="2"), "network has nics='2': give a whole number"),
+        (dict(network="verbs", nics=1.5), "network has nics=1.5: give a whole number"),
+        (dict(network="tcp", silence=0), "network has silence=0: give 0.2 to 86400"),
+        (dict(network="tcp", silence=float("inf")), "network has silence=inf: give 0.2 to 86400"),
+        (dict(network="tcp", silence="3"), "network has silence='3': give a number"),
+        (dict(network="simulated", seed=1 << 64), "network has seed=18446744073709551616: give 0 to"),
+        (dict(network="tcp", core=True), "network has core=True: give a whole number"),
+        (dict(network="tcp", source=5), "network has source=5: give the text of a local address"),
         (dict(network="verbs", names="mlx5_0"), "network has names='mlx5_0': give a list of names"),
+        (dict(network="verbs", names=[5]), "network has names=.5.: give a list of names"),
+        (dict(network="verbs", names=[]), "network has names=..: give a list of names"),
     ],
 )
 def test_what_set_network_refuses(given, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         tokenyard.set_network(**given)
     assert _hosts._CHOSEN == [None]
 
@@ -575,6 +584,8 @@ def test_options_of_the_variable(monkeypatch):
     monkeypatch.setenv("TOKENYARD_NETWORK", "verbs:names=mlx5_0+mlx5_1,nics=2,silence=2.5,core=3")
     assert _hosts._stated() == ("verbs", {"names": ["mlx5_0", "mlx5_1"], "nics": 2, "silence": 2.5, "core": 3})
     assert _hosts._stated().terms() == "verbs, nics=2, silence=2.5"
+    monkeypatch.setenv("TOKENYARD_NETWORK", "")
+    assert _hosts._stated() == ("auto", {})
     monkeypatch.delenv("TOKENYARD_NETWORK")
     assert _hosts._stated() == ("auto", {})
 

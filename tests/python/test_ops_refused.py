@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 
+import numpy as np
 import pytest
 
 import tokenyard
@@ -148,7 +149,7 @@ def test_an_output_without_room_can_be_combined():
 
 def test_what_operators_refuse():
     layer, other = Layer(), Layer()
-    x, ids, weights = layer.x, layer.ids, layer.weights
+    x, ids, weights, more = layer.x, layer.ids, layer.weights, len(layer.x) + 1
     layer.must_be_right()
 
     def half(call):
@@ -158,6 +159,13 @@ def test_what_operators_refuse():
             call(sent)
         finally:
             ops.dispatch_recv(layer.ep, sent, len(x))
+
+    def in_halves(got, tokens):
+        sent = ops.combine_send(got.rows, got)
+        try:
+            ops.combine_recv(sent, got.rows, got._replace(tokens=tokens))
+        finally:
+            ops.combine_recv(sent, got.rows, got)
 
     wrong = [
         (ValueError, 'layout is "heap"', lambda: layer.dispatch(layout="heap")),
@@ -171,6 +179,12 @@ def test_what_operators_refuse():
         (ValueError, "topk_weights is torch.float32", lambda: ops.dispatch(layer.ep, x, ids, weights[:, :1])),
         (ValueError, "topk_weights is torch.int64", lambda: ops.dispatch(layer.ep, x, ids, ids)),
         (ValueError, "topk_idx is torch.int64", lambda: ops.dispatch(layer.ep, x, ids[:, [0, 1, 1]], weights[:, [0, 1, 1]])),
+        (TypeError, "x is a NoneType: give a torch tensor", lambda: ops.dispatch(layer.ep, None, ids)),
+        (TypeError, "topk_idx is a list: give a torch tensor", lambda: ops.dispatch(layer.ep, x, [0])),
+        (ValueError, f"tokens is {more}, and the dispatch had {len(x)}: give as many", lambda: layer.ep.combine(
+            kept.rows, layer.ep.dispatch(x, ids).handle, tokens=more)),
+        (ValueError, f"tokens is {more}, and the dispatch had", lambda: ops.combine(kept.rows, kept._replace(tokens=more))),
+        (ValueError, f"tokens is {more}, and the dispatch had", lambda: in_halves(kept, more)),
         (ValueError, "sent is of context", lambda: half(lambda sent: ops.dispatch_recv(other.ep, sent, len(x)))),
         (ValueError, "sent is the tensor of a Handle: give that of a Sent",
          lambda: ops.dispatch_recv(layer.ep, layer.dispatch().handle, len(x))),
@@ -271,6 +285,21 @@ def test_numbers_that_are_none_are_named():
         layer.must_be_right()
 
 
+def test_outputs_of_equal_numbers_are_not_those_of_others():
+    layer = Layer(dispatch_payload_words=0, payload_words=0)
+    room = torch.tensor(24)
+
+    def rows(**more):
+        return len(ops.dispatch(layer.ep, layer.x, layer.ids, **more).rows)
+
+    assert rows(capacity=24) == 24 == rows(capacity=room) == rows(capacity=np.int64(24), drop_overflow=np.True_)
+    room.fill_(20)
+    assert rows(capacity=room) == 20
+    for more in (dict(capacity=24.0), dict(capacity=24, align=1.0), dict(capacity="24")):
+        with pytest.raises(TypeError, match="(capacity|align) is a (float|str): give a whole number"):
+            rows(**more)
+
+
 def test_tensors_without_memory_are_named():
     layer = Layer()
     freed = layer.x.clone()
@@ -281,6 +310,13 @@ def test_tensors_without_memory_are_named():
     for x in (freed, fake):
         with pytest.raises(ValueError, match="x has no memory"):
             layer.ep.dispatch(x, layer.ids)
+    # Rows' weights are computed by torch's own kernels, which would read what is not there.
+    for name in ("topk_idx", "topk_weights"):
+        given = {"topk_idx": layer.ids, "topk_weights": layer.weights}
+        given[name] = given[name].clone()
+        given[name].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"{name} has no memory, as its storage was freed"):
+            ops.dispatch(layer.ep, layer.x, **given)
     with pytest.raises(TypeError, match="x is a tensor without one memory"):
         layer.ep.dispatch(nested, layer.ids)
     with pytest.raises(TypeError, match="topk_idx is a tensor without one memory"):

@@ -7,7 +7,9 @@ of each case. Cases of layers are elementwise within a bound that `Near` derives
 a multiple of the rounding of the model in one piece.
 """
 
+import copy
 import datetime
+import gc
 import json
 import os
 import pathlib
@@ -392,6 +394,7 @@ def run_refusals(size, rank, meshes):
         (TypeError, "hidden_states is of another dtype: expected one of .*, got torch.float64", (x.double(), ids, w)),
         (ValueError, r"hidden_states is of another shape: .*, got \[3, 64\] and \[2, 2\]", (x, ids[:2], w[:2])),
         (ValueError, r"top_k_weights is of another shape: .* \[3, 2\], got \[3, 1\]", (x, ids, w[:, :1])),
+        (ValueError, r"top_k_index is of another shape: .*, got \[3, 0\]", (x, ids[:, :0], w[:, :0])),
         (TypeError, "top_k_index is of another dtype: .*, got torch.float32", (x, w, w)),
         (TypeError, "top_k_weights is of another dtype: .*, got torch.int64", (x, ids, ids)),
         (ValueError, "top_k_index is on another device: expected hidden_states' cpu, got meta", (x, ids.to("meta"), w)),
@@ -415,6 +418,24 @@ def run_refusals(size, rank, meshes):
     shared = {"ep": meshes["ep"], "tp": init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))["tp"]}
     unusable_routing(distributed(layer_of("mixtral", "fp32"), shared, "tokenyard"), rank, 2, x, ids, w, True)
     a_larger_context(layer)
+    a_layer_made_anew(layer, meshes, x, ids, w)
+
+
+def a_layer_made_anew(layer, meshes, x, ids, w):
+    """Layers made anew, and copies, do not share a context that has ended with those that do."""
+    from tokenyard.integrations import transformers as integration
+
+    right = layer_of("mixtral", "fp32").experts(x, ids, w).detach()
+    before = list(integration._EXCHANGES.values())
+    for exchange in before:
+        exchange.ended = True
+    check("y of the layer itself", layer.experts(x, ids, w), right, torch.tensor(1e-5))
+    other = distributed(layer_of("mixtral", "fp32"), meshes, "tokenyard")
+    check("y of a layer made anew", other.experts(x, ids, w), right, torch.tensor(1e-5))
+    made = [exchange for exchange in integration._EXCHANGES.values() if not exchange.ended]
+    assert len(made) == 1 and made[0] not in before
+    kept = [each for each in gc.get_objects() if isinstance(each, integration._Layer) and each._exchanges]
+    assert kept and all(copy.copy(each)._exchanges is None for each in kept)
 
 
 def unusable_routing(layer, rank, wrong_rank, x, ids, w, shared):

@@ -278,6 +278,11 @@ impl Array {
             }
             None => packed(&shape, element.bytes()),
         };
+        if strides.len() != shape.len() {
+            let (of, dimensions) = (strides.len(), shape.len());
+            let found = format!("{name}: its array interface has {of} strides of {dimensions} dimensions");
+            return Err(PyValueError::new_err(format!("{found}: give one for each")));
+        }
         Ok(Array { name, owner: Some(value.clone().unbind()), capsule: None, pointer, shape, strides, element, place })
     }
 
@@ -437,8 +442,8 @@ impl Array {
         };
         if self.pointer == 0 && bytes > 0 {
             return Err(PyValueError::new_err(format!(
-                "{} has no memory, as a fake tensor or one whose storage was freed, and {bytes} bytes are needed: give \
-                 an array that has",
+                "{} has no memory, as a fake tensor, a wrapper or one whose storage was freed, and {bytes} bytes are \
+                 needed: give an array that has, or a wrapper's local tensor once it is there",
                 self.name
             )));
         }

@@ -169,6 +169,8 @@ pub(super) struct Sent {
 pub(super) struct CombineSent {
     inner: Mutex<Option<tokenyard::CombineSent>>,
     format: Format,
+    #[pyo3(get)]
+    tokens: usize,
     /// As of a dispatch.
     _arrays: Vec<Py<PyAny>>,
 }
@@ -531,8 +533,8 @@ impl Context {
         let (from, _) = self.expert_rows(&call, &given, handle, weights.as_ref(), calls::dtype_of(dtype)?)?;
         let sent = self.enqueued(py, || ep.combine_send(&stream, &handle.inner, &from))?;
         let arrays = [Some(rows), topk_weights];
-        let format = handle.format.clone();
-        let sent = CombineSent { inner: Mutex::new(Some(sent)), format, _arrays: kept(py, &call, arrays) };
+        let (inner, format) = (Mutex::new(Some(sent)), handle.format.clone());
+        let sent = CombineSent { inner, format, tokens: handle.parts.tokens, _arrays: kept(py, &call, arrays) };
         match self.finished(py, &ep, &call, arrays) {
             Ok(()) => Ok(sent),
             Err(raised) => Err(with(py, raised, "sent", sent)),

@@ -21,7 +21,7 @@ mod process;
 mod proxies;
 mod worlds;
 
-use pyo3::exceptions::PyRuntimeWarning;
+use pyo3::exceptions::{PyImportError, PyRuntimeWarning};
 use pyo3::prelude::*;
 use std::ffi::CString;
 use std::path::PathBuf;
@@ -47,6 +47,19 @@ fn run_program(py: Python<'_>, arguments: Vec<String>, program: Option<PathBuf>)
 #[pyfunction]
 fn host() -> String {
     tokenyard::internals::host()
+}
+
+/// Refuses an interpreter beside the main one. Locks are taken by `PyGILState_Ensure`, which knows the main one alone,
+/// and Python 3.11 initialises a module that another interpreter has imported without asking the module.
+#[pyfunction]
+fn must_be_main() -> PyResult<()> {
+    // SAFETY: this thread has the lock of the interpreter that runs it.
+    match unsafe { pyo3::ffi::PyInterpreterState_GetID(pyo3::ffi::PyInterpreterState_Get()) } {
+        0 => Ok(()),
+        number => Err(PyImportError::new_err(format!(
+            "tokenyard is imported by interpreter {number} of this process: import it in the main one, or in a process"
+        ))),
+    }
 }
 
 #[pymodule]
@@ -77,5 +90,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         PyErr::warn(module.py(), &module.py().get_type::<PyRuntimeWarning>(), &text, 0)?;
     }
     module.add_function(wrap_pyfunction!(host, module)?)?;
+    module.add_function(wrap_pyfunction!(must_be_main, module)?)?;
     module.add_function(wrap_pyfunction!(run_program, module)?)
 }

@@ -37,10 +37,12 @@ from ._native import (
     Sent,
     TimeoutError,
     TransportError,
+    must_be_main as _must_be_main,
     version as __version__,
 )
 from ._worlds import World
 
+_must_be_main()
 _make_picklable()
 
 
@@ -50,7 +52,8 @@ def install_as(name: str) -> None:
         raise ValueError(f"name is {name!r}: give 'deep_ep'")
     there = _sys.modules.get(name)
     if there is not None and there is not _sys.modules.get("tokenyard.deep_ep"):
-        raise RuntimeError(f"{name} is imported already, from {there.__file__}: call this earlier")
+        place = getattr(there, "__file__", None) or list(getattr(there, "__path__", ())) or "no file"
+        raise RuntimeError(f"{name} is imported already, from {place}: call this earlier")
     from .deep_ep import _names
 
     _names.take(name)

@@ -95,7 +95,7 @@ class AllToAll:
         proxy: Optional[_native.Proxy] = None,
     ) -> None:
         # The format has another name for it.
-        _must_be_number("max_tokens_per_rank", max_tokens_per_rank)
+        whole("max_tokens_per_rank", max_tokens_per_rank)
         self._format = Format(
             hidden, max_tokens_per_rank, dtype=dtype, scales=scales, quantize=quantize, combine_dtype=combine_dtype,
             weights=weights,
@@ -214,7 +214,7 @@ class AllToAll:
             must_lie(layout, align)
             stated = self._formats[format]
             room = self.room(layout, align, stated, drop_overflow) if capacity is None else capacity
-            _must_be_number("capacity", room)
+            whole("capacity", room)
             outputs_of = self.shapes(layout, room, stated)
             if drop_overflow:
                 outputs_of["row_count"] = ((1,), "i32")
@@ -226,6 +226,10 @@ class AllToAll:
                 drop_overflow=drop_overflow,
             )
 
+        # Others may be equal to whole numbers, or be other ones later.
+        if type(align) is not int or (capacity is not None and type(capacity) is not int):
+            align = whole("align", align)
+            capacity = None if capacity is None else whole("capacity", capacity)
         return self.planned((format, layout, align, capacity, drop_overflow), make)
 
     def one_call(self) -> _native.OneCall:
@@ -291,8 +295,8 @@ class AllToAll:
             raise TypeError(f"format is a {type(format).__name__}: give a tokenyard.Format")
         if capacity is None:
             capacity = self.room(layout, align, format, drop_overflow)
-        _must_be_number("capacity", capacity)
-        _must_be_number("payload_words", payload_words)
+        whole("capacity", capacity)
+        whole("payload_words", payload_words)
         make = _maker(like)
         shapes = self.shapes(layout, capacity, format)
         column_major = column_major and "scales" in shapes
@@ -512,7 +516,7 @@ class AllToAll:
         """Returns the experts' outputs as weighted sums `[tokens, hidden]`, in `out` if it is given.
 
         `rows` are in the layout of the dispatch. `tokens`: rows of the sums, by default as many as the handle's dispatch
-        had. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
+        had, and no more. `topk_weights`: fp32, where weights come with combine. `accumulate` adds to what `out` holds.
         `payload`: fp32 words beside each row, `[rows, words]`, of which `payload_out` gets the sums `[tokens, words]`,
         or each choice's words `[tokens, top_k, words]`, with their bits. `dtype`: of `rows`, the same on all ranks, if
         it is not the combine dtype of the dispatch's format. `wait_times`: int64 `[ranks]`, to which the nanoseconds
@@ -522,7 +526,7 @@ class AllToAll:
             if accumulate:
                 raise ValueError("out is missing: give what accumulate adds to, or leave accumulate out")
             if tokens is not None:
-                _must_be_number("tokens", tokens)
+                must_be_tokens(tokens, handle)
             if dtype is not None and dtype not in ROWS:
                 raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(ROWS)}")
             format = handle.format
@@ -585,21 +589,29 @@ _LAYOUTS = ("contiguous", "masked", "token")
 _FURTHER = ("row_expert", "source", "row_count", "source_ranges")
 
 
-def _must_be_number(name: str, value: Any) -> None:
-    """Refuses what is no number of things."""
+def whole(name: str, value: Any) -> int:
+    """A number of things. Refuses what is none."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is a {type(value).__name__}: give a whole number") from None
     if not 0 <= number < 1 << 63:
         raise ValueError(f"{name} is {number}: give 0 or more, and less than 2^63")
+    return number
+
+
+def must_be_tokens(tokens: Any, of: Any) -> None:
+    """Refuses more tokens of sums than the dispatch `of` a handle or a half had: nobody writes the rows of others."""
+    whole("tokens", tokens)
+    if tokens > of.tokens:
+        raise ValueError(f"tokens is {tokens}, and the dispatch had {of.tokens}: give as many")
 
 
 def must_lie(layout: Any, align: Any) -> None:
     """Refuses what is no layout or no alignment."""
     if layout not in _LAYOUTS:
         raise ValueError(f'layout is "{layout}": give one of {", ".join(_LAYOUTS)}')
-    _must_be_number("align", align)
+    whole("align", align)
     if not 1 <= align < 1 << 31:
         raise ValueError(f"align is {align}: give 1 for no alignment, or up to 2^31 - 1")
 

@@ -12,6 +12,7 @@ from typing import List, Tuple
 
 import torch
 
+from ._tensors import capturing, in_memory
 from ._worlds import World
 
 # Fewest tokens for which a context is made.
@@ -44,10 +45,22 @@ def placement(experts: int, ranks: int) -> List[int]:
     return [e * ranks // experts for e in range(experts)] + list(range(ranks))
 
 
-def named(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
+def named(topk_idx: torch.Tensor, experts: int, ranks: int, name: str = "topk_idx") -> torch.Tensor:
     """The caller's choices, of which none is a further expert: a number that no expert has takes their place."""
+    in_memory(name, topk_idx)
     further = (topk_idx >= experts) & (topk_idx < experts + ranks)
     return topk_idx.masked_fill(further, _NO_EXPERT)
+
+
+def of_choices(came: torch.Tensor, choices: int) -> torch.Tensor:
+    """The first columns of what came, as many as this rank's tokens have choices. Refuses rows of tokens with more,
+    for which the host waits: in contexts of more choices alone, and in no capture."""
+    if came.shape[1] > choices and not capturing(came) and bool((came[:, choices:] >= 0).any()):
+        raise ValueError(
+            f"topk_idx has {choices} choices a token, and another rank's has up to {came.shape[1]}: give topk_idx as many "
+            "columns on all ranks, also where it has no rows"
+        )
+    return came[:, :choices]
 
 
 def renumber(error: Exception, topk_idx: torch.Tensor) -> None:

@@ -42,12 +42,14 @@ NETWORKS = ("auto", "verbs", "efa", "tcp", "shm", "simulated")
 _READ: Dict[str, Callable[[str], Any]] = {
     "nics": int, "names": lambda text: text.split("+"), "source": str, "silence": float, "core": int, "seed": int,
 }
+# What numbers may be. A rank is silent for longer than the heartbeats of proxies, 0.1 s, are apart; for a day at most.
+_LIMITS = {"nics": (1, 4), "core": (0, (1 << 31) - 1), "seed": (0, (1 << 64) - 1), "silence": (0.2, 86400)}
 # Those that are the same on all ranks.
 _SHARED = ("nics", "silence", "seed")
 # Those that may reach a GPU's memory.
 _RDMA = ("efa", "verbs")
 # As many as a rank may have.
-_MOST_NICS = 4
+_MOST_NICS = _LIMITS["nics"][1]
 # What contexts take of a proxy and its network, by the names that errors have of it.
 _FULL = ("contexts", "receives")
 # A rank that computes on all cores may leave its proxy without one for longer than the proxy's own default, 1 s.
@@ -86,7 +88,7 @@ def set_network(
     each rank; by default as many as the names of the rank that has most, or 1. NIC i uses name i modulo their number.
     `source`: for TCP the local address. `silence`: seconds after which a silent rank is lost (10).
     `core`: a CPU to pin this rank's proxy to. `seed`: of the simulated network. `nics`, `silence` and `seed` are the
-    same on all ranks. Raises `ValueError` for what none of them can be."""
+    same on all ranks. Raises `ValueError` or `TypeError` for what none of them can be."""
     if network is None:
         _CHOSEN[0] = None
         return
@@ -99,11 +101,19 @@ def _checked(network: _Network, what: str) -> _Network:
     name, options = network
     if name not in NETWORKS:
         raise ValueError(f"{what} is {name!r}: give one of {', '.join(NETWORKS)}")
-    for option, least in (("nics", 1), ("core", 0), ("seed", 0), ("silence", 0)):
-        if not options.get(option, least) >= least:
-            raise ValueError(f"{what} has {option}={options[option]}: give {least} or more")
-    if "names" in options and (isinstance(options["names"], str) or not all(options["names"])):
-        raise ValueError(f"{what} has names={options['names']!r}: give a list of names that are not empty")
+    for option, (least, most) in _LIMITS.items():
+        value = options.get(option, least)
+        kind = (int, float) if option == "silence" else int
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{what} has {option}={value!r}: give a {'number' if option == 'silence' else 'whole number'}")
+        if not least <= value <= most:
+            raise ValueError(f"{what} has {option}={value}: give {least} to {most}")
+    names = options.get("names", ["any"])
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) and each for each in names):
+        raise ValueError(f"{what} has names={names!r}: give a list of names that are not empty")
+    source = options.get("source", "any")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{what} has source={source!r}: give the text of a local address")
     return network
 
 
@@ -111,7 +121,7 @@ def _stated() -> _Network:
     """The network that this rank's program or environment states."""
     if _CHOSEN[0] is not None:
         return _CHOSEN[0]
-    text = os.environ.get("TOKENYARD_NETWORK", "auto")
+    text = os.environ.get("TOKENYARD_NETWORK") or "auto"
     name, _, rest = text.partition(":")
     options: Dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
@@ -189,7 +199,7 @@ class Hosts:
         try:
             self._network = _stated()
             own.update(terms=self._network.terms(), nics=_nics())
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             own["refused"] = str(error)
         ranks = self._exchange(own)
         for rank, each in enumerate(ranks):
@@ -248,7 +258,8 @@ class Hosts:
         proxy, failure = None, None
         try:
             proxy = Proxy(self.world, network, **options)
-        except (Error, ValueError) as error:
+        except Exception as error:
+            # Whatever it is: other ranks are in the exchange.
             failure = error
         try:
             ranks = self._exchange({"number": uuid.uuid4().hex, "failed": failure and str(failure)})

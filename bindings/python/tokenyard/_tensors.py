@@ -18,6 +18,12 @@ def name_of(tensor: torch.Tensor) -> str:
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
+def in_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose storage was freed, of which torch's own kernels would read all the same."""
+    if tensor.numel() > 0 and tensor.device.type in ("cpu", "cuda") and tensor.untyped_storage().nbytes() == 0:
+        raise ValueError(f"{name} has no memory, as its storage was freed: give a tensor with elements")
+
+
 def no_gradient(what: str, *tensors: Optional[torch.Tensor]) -> None:
     """Refuses tensors whose gradient would be lost."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):

@@ -25,10 +25,10 @@ import torch.autograd.forward_ad
 import torch.fx
 
 from . import _choices, _eager, _native
-from ._calls import CONTEXTS, AllToAll, must_lie
+from ._calls import CONTEXTS, AllToAll, must_be_tokens, must_lie, whole
 from ._errors import Found
 from ._native import CombineSent, Error, Format, Handle, Output, Sent
-from ._tensors import TYPES, name_of, no_gradient
+from ._tensors import TYPES, in_memory, name_of, no_gradient
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
@@ -142,7 +142,7 @@ def _context(number: int) -> AllToAll:
 def _names(scales: bool, layout: str, row_weights: bool, drop_overflow: bool) -> List[str]:
     """What a dispatch returns, in this order. `scales`: whether its format has any."""
     names = ["handle", "rows", "counts"] + ["scales"] * scales + ["offsets"] * (layout == "contiguous")
-    names += ["row_count"] * drop_overflow
+    names += ["row_count"] * bool(drop_overflow)
     return names + ["token_experts", "token_weights"] * (layout == "token") + ["row_weights"] * row_weights
 
 
@@ -195,6 +195,8 @@ def _payload(topk_idx: torch.Tensor, topk_weights: Optional[torch.Tensor], top_k
     if topk_weights is None or not topk_weights.is_floating_point() or topk_weights.shape != topk_idx.shape:
         got = "missing" if topk_weights is None else f"{topk_weights.dtype} {list(topk_weights.shape)}"
         raise ValueError(f"topk_weights is {got}: give weights of rows, floating {list(topk_idx.shape)} as topk_idx")
+    in_memory("topk_idx", topk_idx)
+    in_memory("topk_weights", topk_weights)
     room = (0, top_k - topk_idx.shape[1])
     ids = torch.nn.functional.pad(topk_idx, room, value=-1)
     return torch.cat((_choices.words(ids), torch.nn.functional.pad(topk_weights.float(), room)), 1)
@@ -493,6 +495,7 @@ def _combine_send(rows: torch.Tensor, handle: torch.Tensor, topk_weights: Option
 
 def _combine_recv(sent: torch.Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     kept = _kept("sent", sent, CombineSent)
+    must_be_tokens(tokens, kept.value)
     out = torch.empty((tokens, hidden), dtype=dtype, device=sent.device)
     kept.ep.combine_recv(kept.value, out)
     return out
@@ -667,8 +670,8 @@ def _checked(ep: AllToAll, format: int, capacity: Optional[int]) -> Tuple[str, b
     """The facts of a format. Refuses a number that is none, and capacities that stand for something else."""
     if not 0 <= format < len(ep.facts):
         raise ValueError(f"format is {format}: give a number of ep.formats, 0 to {len(ep.facts) - 1}")
-    if capacity is not None and not torch.compiler.is_compiling() and capacity < 0:
-        raise ValueError(f"capacity is {capacity}: give 0 or more rows")
+    if capacity is not None and not torch.compiler.is_compiling() and (type(capacity) is not int or capacity < 0):
+        whole("capacity", capacity)
     return ep.facts[format]
 
 
@@ -701,6 +704,7 @@ def dispatch(
         found.raise_with(results)
         if results is not None:
             return results
+    _must_be_tensors(x=x, topk_idx=topk_idx)
     _no_tangent(x, topk_weights)
     zero = torch.is_grad_enabled() and (
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)

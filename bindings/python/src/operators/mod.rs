@@ -629,7 +629,8 @@ impl Prepared {
 
 fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
     let [rows, handle, topk_weights] = &tensors;
-    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
+    // More tokens than the dispatch had are refused elsewhere.
+    let kept = handles::found(handle).filter(|kept| tokens >> 1 <= kept.parts.tokens as i64).ok_or(Failure::NotHere)?;
     let work = |ep: &Open, stream: &Stream| {
         Combining::of(rows, topk_weights, tokens)?.sums(shim, &kept, ep, stream, tokens >> 1)
     };

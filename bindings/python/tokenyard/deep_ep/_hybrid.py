@@ -18,7 +18,7 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
 from .._native import Format, Output, World
-from .._tensors import device_of, name_of
+from .._tensors import device_of, in_memory, name_of
 from ..ops import _weigh
 from . import _checks
 from ._contexts import Counted, Kept, Unreceived, counted, refuse_capture
@@ -654,6 +654,7 @@ def _routing_of(
         found = f"routing_map is {routing_map.dtype} {list(routing_map.shape)}"
         raise ValueError(f"{found}: give bool [{tokens}, experts], as hidden has rows")
     _checks.beside("routing_map", routing_map, hidden)
+    in_memory("routing_map", routing_map)
     if probs is not None:
         _must_be_probs(probs, list(routing_map.shape), hidden)
     return _Routing(routing_map, probs, wrong)
@@ -666,6 +667,7 @@ def _must_be_probs(probs: Any, shape: List[int], hidden: torch.Tensor) -> None:
     if probs.dtype != torch.float32 or list(probs.shape) != shape:
         raise ValueError(f"probs is {probs.dtype} {list(probs.shape)}: give float32 {shape}")
     _checks.beside("probs", probs, hidden)
+    in_memory("probs", probs)
 
 
 def _probs_of(
@@ -681,12 +683,14 @@ def _probs_of(
     _checks.choices(topk_idx)
     _checks.shaped("topk_idx", topk_idx, (hidden.shape[0], topk_idx.shape[1]))
     _checks.beside("topk_idx", topk_idx, hidden)
+    in_memory("topk_idx", topk_idx)
     if probs is not None:
         raise ValueError("probs is given with topk_idx: give topk_weights in its place")
     if topk_weights is None:
         return None
     _checks.shaped("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,))
     _checks.beside("topk_weights", topk_weights, hidden)
+    in_memory("topk_weights", topk_weights)
     return _spread(topk_weights, topk_idx.long(), experts)
 
 

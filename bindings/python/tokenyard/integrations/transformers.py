@@ -22,8 +22,9 @@ a further expert that each rank has for this alone. The counts of a dispatch com
 rank learns of it; then all of them make a larger context, and dispatch once more.
 
 Where a rank has unusable routing its tokens are left out, and the layer raises `RoutingError` on that rank once the
-others' sums are complete. A token may name an expert several times, as in transformers' own exchanges, where all
-choices of a rank are at most 2^20.
+others' sums are complete. After an error that is `fatal`, such as a deadline that passed, a layer raises it in each
+call; layers made anew, and copies of it, work where all ranks have them. A token may name an expert several times, as
+in transformers' own exchanges, where all choices of a rank are at most 2^20.
 
 While a CUDA graph is captured the host cannot wait for counts. Outputs then have room for any routing, and the capture
 needs a context that an earlier call made large enough.
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from typing import Any, Dict, List, MutableMapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, MutableMapping, Optional, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._growth import named, notice, placement, renumber, room
 from .._hosts import Hosts
-from .._native import RoutingError
+from .._native import Error, RoutingError
 from .._tensors import capturing, device_of, name_of
 from .._worlds import World
 from . import seconds
@@ -55,6 +56,7 @@ TESTED_VERSIONS = ("5.23.0", "5.24.0")
 
 # Choices of a rank up to which a token may name an expert several times.
 _CHOICES = 1 << 20
+_T = TypeVar("_T")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Some versions of torch have no types there.
@@ -90,6 +92,10 @@ class _Layer:
 
     _exchanges: Optional[Dict[Tuple[Any, ...], _Exchange]] = None
 
+    def __getstate__(self) -> Dict[str, Any]:
+        """Of a copy, which makes its first call anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "_exchanges"}
+
     # Contexts and counts are the host's business, of which compiled code knows nothing.
     @_uncompiled  # type: ignore[untyped-decorator, unused-ignore]
     def __call__(
@@ -107,8 +113,8 @@ class _Layer:
             self._exchanges = {}
         if wanted not in self._exchanges:
             self._exchanges[wanted] = _exchange(wanted, self.timeout)
-        found = Found()
-        got, ids = self._exchanges[wanted].dispatch(hidden_states, top_k_index, top_k_weights, found)
+        exchange, found = self._exchanges[wanted], Found()
+        got, ids = exchange.alive(lambda: exchange.dispatch(hidden_states, top_k_index, top_k_weights, found))
         assert got.row_weights is not None
         weights = got.row_weights.unsqueeze(1).to(top_k_weights.dtype)
         if got.rows.shape[0]:
@@ -119,7 +125,8 @@ class _Layer:
             rows = self.experts_forward(none, ids.new_zeros((1, 1)), weights.new_ones((1, 1)))[:0]
         # The experts have applied the weights. On a GPU unusable routing may be raised as late as here.
         back = rows.to(hidden_states.dtype)
-        out: torch.Tensor = found.receive(lambda: ops.combine(back, got._replace(row_weights=None)))
+        sums = got._replace(row_weights=None)
+        out: torch.Tensor = found.receive(lambda: exchange.alive(lambda: ops.combine(back, sums)))
         if self.tp_mesh.size() > 1:
             out = _whole(out, self.tp_mesh, tokens)
         # Raised where no other rank waits for this one any more: there is nothing left to combine.
@@ -145,6 +152,8 @@ def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         raise ValueError(f"hidden_states is of another shape: expected {expected}, got {[*x.shape]} and {[*ids.shape]}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"top_k_index is of another dtype: expected torch.int32 or torch.int64, got {ids.dtype}")
+    if ids.shape[1] < 1:
+        raise ValueError(f"top_k_index is of another shape: expected 1 or more choices a token, got {[*ids.shape]}")
     if weights.shape != ids.shape:
         raise ValueError(
             f"top_k_weights is of another shape: expected that of top_k_index {[*ids.shape]}, got {[*weights.shape]}"
@@ -193,12 +202,12 @@ def _exchange(wanted: Tuple[Any, ...], timeout: float) -> _Exchange:
     """The exchange that layers of this shape share, if all ranks still have it; else another. Collective."""
     group, key = wanted[0], (*wanted, timeout)
     found, of_group = _EXCHANGES.get(key), _GROUPS.get(group)
-    own = (found.number if found else 0, of_group.number if of_group else 0, _LAST[0])
+    own = (found.number if found and not found.ended else 0, of_group.number if of_group else 0, _LAST[0])
     all_have: List[Tuple[int, int, int]] = [own] * dist.get_world_size(group)
     dist.all_gather_object(all_have, own, group=group)
     exchanges, groups, last = zip(*all_have)
     _LAST[0] = max(last) + 1
-    if found is None or set(exchanges) != {found.number}:
+    if found is None or found.ended or set(exchanges) != {found.number}:
         if of_group is None or set(groups) != {of_group.number}:
             of_group = _GROUPS[group] = _Group(group, _LAST[0])
         found = _EXCHANGES[key] = _Exchange(wanted, of_group, timeout, _LAST[0])
@@ -212,6 +221,16 @@ class _Exchange:
         self.wanted, self._group, self._timeout, self.number = wanted, group, timeout, number
         self._room = 0
         self._ep: Optional[AllToAll] = None
+        self.ended = False
+        """A call found that its context serves no more. Its layers raise that from then on; others make another one."""
+
+    def alive(self, call: Callable[[], _T]) -> _T:
+        """What a call returns."""
+        try:
+            return call()
+        except Error as error:
+            self.ended |= bool(getattr(error, "fatal", False))
+            raise
 
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, found: Found
@@ -220,7 +239,7 @@ class _Exchange:
         routing by which this rank sent nothing."""
         _group, _hidden, experts, top_k, _dtype, _device = self.wanted
         ranks = self._group.hosts.world.size
-        given, ids = ids, named(ids, experts, ranks)
+        given, ids = ids, named(ids, experts, ranks, "top_k_index")
         x, weights = x.contiguous(), weights.float().contiguous()
         if capturing(x):
             if self._ep is None or x.shape[0] > self._room:
