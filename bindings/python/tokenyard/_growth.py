@@ -12,7 +12,7 @@ from typing import List, Tuple
 
 import torch
 
-from ._tensors import capturing, in_memory
+from ._tensors import in_memory
 from ._worlds import World
 
 # Fewest tokens for which a context is made.
@@ -52,10 +52,10 @@ def named(topk_idx: torch.Tensor, experts: int, ranks: int, name: str = "topk_id
     return topk_idx.masked_fill(further, _NO_EXPERT)
 
 
-def of_choices(came: torch.Tensor, choices: int) -> torch.Tensor:
-    """The first columns of what came, as many as this rank's tokens have choices. Refuses rows of tokens with more,
-    for which the host waits: in contexts of more choices alone, and in no capture."""
-    if came.shape[1] > choices and not capturing(came) and bool((came[:, choices:] >= 0).any()):
+def of_choices(came: torch.Tensor, choices: int, waits: bool) -> torch.Tensor:
+    """The first columns of what came, as many as this rank's tokens have choices. Where the host `waits` for a call's
+    counts, it refuses rows of tokens with more, for which it waits in contexts of more choices."""
+    if waits and came.shape[1] > choices and bool((came[:, choices:] >= 0).any()):
         raise ValueError(
             f"topk_idx has {choices} choices a token, and another rank's has up to {came.shape[1]}: give topk_idx as many "
             "columns on all ranks, also where it has no rows"

@@ -787,7 +787,7 @@ class _Normal:
         handle.kept, handle.prefixes = kept, prefixes
         local = weights = None
         if not self.by_rank:
-            local = _growth.of_choices(got.token_experts, self.choices).long()
+            local = _growth.of_choices(got.token_experts, self.choices, bool(counts)).long()
             if self.topk_weights is not None:
                 weights = got.token_weights[:, : self.choices]
         rows = got.rows if self.scales is None else (got.rows, got.scales)

@@ -306,7 +306,7 @@ class Call:
             # Rows of experts for growth have none of the caller's tokens.
             of_ranks = _places(made.source, most, ranks)[most - 1 :: most] if most else made.counts.new_zeros(ranks)
         else:
-            local = _growth.of_choices(made.local, self.choices)
+            local = _growth.of_choices(made.local, self.choices, bool(counts))
             aligned = (unaligned + (self.alignment - 1)) // self.alignment * self.alignment
             ends = aligned.cumsum(0, dtype=torch.int32)
             sources = torch.arange(ranks, dtype=torch.int32, device=local.device)

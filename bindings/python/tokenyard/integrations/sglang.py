@@ -470,7 +470,7 @@ class _Dispatcher:
         choices = ids.shape[1]
         assert got.token_experts is not None and got.token_weights is not None
         made = self._engine.DeepEPNormalDispatchOutput(
-            got.rows, got.scales, _growth.of_choices(got.token_experts, choices).long(),
+            got.rows, got.scales, _growth.of_choices(got.token_experts, choices, True).long(),
             got.token_weights[:, :choices].contiguous(), counts,
         )
         found.raise_with(made)

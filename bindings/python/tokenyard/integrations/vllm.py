@@ -693,7 +693,7 @@ class _Standard(_Both):
             rows, row_scales = got.rows, got.scales
             assert got.token_experts is not None and got.token_weights is not None
             self._lent(rows, row_scales, got.token_experts, got.token_weights, got.counts)
-            local = _growth.of_choices(got.token_experts, choices)
+            local = _growth.of_choices(got.token_experts, choices, counts is not None)
             # Experts of vLLM take no -1, but global numbers of which other ranks' are skipped.
             first = next(iter(ep.local_experts), 0)
             elsewhere = num_experts - 1 if first == 0 else 0
