@@ -140,7 +140,7 @@ def test_tensors_without_memory_are_named():
     c.must_be_right()
 
 
-def test_ranks_with_fewer_choices_than_others_are_told_of_lost_ones():
+def test_choices_that_a_rank_has_no_columns_for_are_not_lost_in_silence():
     """Where a context has room for more choices already, as no rank learns of others' numbers then."""
 
     def run(world):
