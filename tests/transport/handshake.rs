@@ -72,7 +72,7 @@ impl Join<'_> {
 
 /// The error of a rank 0 of two that does not find its member, and what the meddler got.
 fn unjoined(place: &Place, meddle: impl FnOnce(&Place) -> String) -> [String; 2] {
-    // Long enough for strangers on a machine that stands still for a while, as they are to be heard first.
+    // Longer than a busy machine stands still: strangers are refused before that.
     let root = Bootstrap { timeout: PATIENCE / 4, ..bootstrap(place, 0, 2) };
     std::thread::scope(|scope| {
         let root = scope.spawn(|| bootstrap_text(World::join(&root)));
