@@ -524,11 +524,8 @@ impl Drop for Registered {
         uninterrupted(|| {
             let region = self.region;
             let _busy = Busy::begin(&self.remote);
-            if self.remote.ask(move |driver| driver.release(region)).is_err() {
-                // The proxy is busy, or has ended.
-                self.remote.tell(move |driver| driver.release(region));
-                return;
-            }
+            // Without an answer, as a proxy that is busy for long must release it all the same.
+            self.remote.tell(move |driver| driver.release(region));
             wait::poll("writes of a closed context", REST, || {
                 let asked = self.remote.ask(move |driver| (driver.take_back(), driver.is_leaving(region)));
                 // Freed memory is dropped here, on the caller's thread.

@@ -28,7 +28,7 @@ def free_port():
 
     Ports from 32768 on go to whoever connects to something, so one of those could be gone before it is used.
     """
-    while True:
+    for _ in range(64):
         port = random.SystemRandom().randrange(10000, 32768)
         with socket.socket() as listener:
             try:
@@ -36,6 +36,7 @@ def free_port():
             except OSError:
                 continue
             return str(port)
+    raise OSError("none of 64 ports from 10000 to 32767 is free")
 
 
 def has_libfabric():

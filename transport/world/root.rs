@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags};
 
 use super::admit::{self, Greeting, Job, Judgement};
 use super::collective::{Collective, Failure, Gone, RANKS_NAMED, Verdict, have};
-use super::conn::{Closing, Conn, Ended, interest, wait_ready};
+use super::conn::{Closing, Conn, Ended, interest, may_be_ready, wait_ready};
 use super::secret::{NONCE, Nonces, Role};
 use super::socket_thread::{Command, Port};
 use super::wire::{self, Frame, MAX_BODY, MAX_HELLO_BODY, Message, VERSION};
@@ -131,12 +131,7 @@ impl Root {
         fds.extend(self.pending.iter().map(|pending| interest(&pending.conn)));
         fds.extend(self.closing.iter().map(|closing| interest(closing.conn())));
         let known = wait_ready(&mut fds, self.next_deadline());
-        members
-            .iter()
-            .zip(&fds)
-            .filter(|(_, fd)| !known || fd.any() != Some(false))
-            .map(|((rank, _), _)| *rank)
-            .collect()
+        members.iter().zip(&fds).filter(|(_, fd)| may_be_ready(known, fd)).map(|((rank, _), _)| *rank).collect()
     }
 
     fn next_deadline(&self) -> Instant {

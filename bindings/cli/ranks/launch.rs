@@ -28,6 +28,7 @@ use tokenyard::{Error, World};
 
 use super::config::Config;
 use super::network;
+use super::random::random_bytes;
 use super::sample::RankResult;
 use super::team;
 use crate::cli::out::Out;
@@ -296,13 +297,6 @@ fn start_all(config: &Config, launcher: &Launcher) -> Result<Vec<RankProcess>, S
 /// 128 random bits: strangers on the port are turned away.
 fn random_token() -> Result<String, String> {
     Ok(random_bytes::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-fn random_bytes<const N: usize>() -> Result<[u8; N], String> {
-    let mut bytes = [0u8; N];
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|error| format!("/dev/urandom cannot be read ({error})"))?;
-    Ok(bytes)
 }
 
 /// A local port that is free now.

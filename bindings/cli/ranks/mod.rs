@@ -15,6 +15,7 @@ pub mod link;
 pub mod meeting;
 pub mod network;
 pub mod places;
+mod random;
 pub mod rank;
 pub mod real;
 pub mod sample;

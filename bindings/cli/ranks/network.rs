@@ -7,9 +7,6 @@
 //! network. With one thread per rank, time is real and each rank's proxy is a thread. On one thread, virtual time
 //! passes with every poll and each proxy is a fiber, numbered after the fibers of the ranks.
 
-use std::fs::File;
-use std::io::Read;
-
 use tokenyard::internals::proxy::driver::ThreadConfig;
 use tokenyard::internals::proxy::machine::Liveness;
 use tokenyard::internals::proxy::{ProxyConfig, ProxyLoop};
@@ -21,6 +18,7 @@ use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 use super::forge::Forger;
 use super::job::Job;
 use super::meeting::Meeting;
+use super::random::random_bytes;
 use super::real::Real;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
@@ -224,11 +222,8 @@ pub fn process_endpoint(world: &World, device: &Device, job: &Job) -> Result<Box
     }
     let mut secret = [0u8; 16];
     if world.rank().index() == 0 {
-        let read = File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut secret));
-        read.map_err(|error| {
-            Error::bootstrap(format!("/dev/urandom: {error}"), "the network between processes needs a random token")
-                .caused_by(error)
-        })?;
+        secret = random_bytes()
+            .map_err(|error| Error::bootstrap(error, "the network between processes needs a random token"))?;
     }
     let tokens = world.all_gather("network token", &secret)?;
     let token = tokens.first().map_or(&[][..], Vec::as_slice);

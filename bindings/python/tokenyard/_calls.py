@@ -602,8 +602,7 @@ def whole(name: str, value: Any) -> int:
 
 def must_be_tokens(tokens: Any, of: Any) -> None:
     """Refuses more tokens of sums than the dispatch `of` a handle or a half had: nobody writes the rows of others."""
-    whole("tokens", tokens)
-    if tokens > of.tokens:
+    if whole("tokens", tokens) > of.tokens:
         raise ValueError(f"tokens is {tokens}, and the dispatch had {of.tokens}: give as many")
 
 

@@ -435,6 +435,25 @@ fn a_region_taken_back_in_the_middle_of_a_write() {
 }
 
 #[test]
+fn a_region_waits_until_its_owners_writes_have_completed() {
+    // The write takes 3.3 ms by a NIC of its own, and peers let go long before.
+    let link = |gbps| LinkModel { gbps, latency_us: 1.0, per_message_us: 0.0 };
+    let (network, mut nodes) = world(2, BYTES, SimConfig { nics: vec![link(8.0), link(0.01)], ..still() });
+    assert_eq!(nodes[1].post_on(1, 0, 1, BYTES), Posted::Accepted);
+    let give_back = |nodes: &mut [Node]| nodes[1].endpoint.deregister(RegionId(0)).unwrap();
+    for _ in 0..10 {
+        assert_eq!(give_back(&mut nodes), Released::Busy);
+        network.advance_ns(200_000);
+        nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
+    }
+    assert!(nodes[1].sent.is_empty());
+    // Less than after which peers that did not let go are cut.
+    network.advance_ns(1 << 22);
+    nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
+    assert_eq!((give_back(&mut nodes), &nodes[1].sent[..]), (Released::Done, &[1][..]));
+}
+
+#[test]
 fn a_region_waits_until_its_writers_have_let_go() {
     let nics = vec![LinkModel { gbps: 8.0, latency_us: 1.0, per_message_us: 0.0 }];
     let (network, mut nodes) = world(3, BYTES, SimConfig { nics, ..still() });
