@@ -81,6 +81,8 @@ impl Rig {
             ep,
         };
         rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K)).unwrap();
+        // Until `route`, no token names an expert: a choice that does not exist is reported by any later call.
+        rig.idx.fill(0xFF).unwrap();
         // Allocating waits for whatever runs on a GPU, and a kernel of a rank that shares it may wait for this one.
         world.barrier("all rigs have their memory").unwrap();
         rig
