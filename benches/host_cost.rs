@@ -2,7 +2,8 @@
 //!
 //! One rank of DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. Calls of a kind go
 //! sixteen times in a row, one kind after the other, and between them the host waits for the device outside of the
-//! clock, so that no call waits for room in the launch queue. Rows are not compared with a reference: tests do that.
+//! clock, so that no call waits for room in the launch queue. Then a graph of a dispatch and a combine is replayed, for
+//! comparison with benches/python_cost.py. Rows are not compared with a reference: tests do that.
 //!
 //! ```text
 //! cargo bench --features c --bench host_cost -- [--calls 2000] [--tokens 128] [--json FILE] [--cpu]
@@ -29,6 +30,9 @@ const TOP_K: usize = 8;
 const BURST: usize = 16;
 /// Bursts of each kind before those that count.
 const WARM_UP: usize = 3;
+/// Replays between two waits, so many that the wait at their end adds nothing to each; and bursts of them.
+const REPLAYS: u64 = 1000;
+const REPLAY_BURSTS: usize = 11;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -169,6 +173,27 @@ impl<'a> InRust<'a> {
     fn wait(&self) -> Outcome<()> {
         self.stream.synchronize(PATIENCE)?;
         Ok(self.ep.check()?)
+    }
+
+    /// Microseconds of each replay of a graph with a dispatch and a combine, one after the other: the median of bursts,
+    /// after one that does not count.
+    fn replay_time(&self, replays: u64) -> Outcome<f64> {
+        self.stream.begin_capture()?;
+        self.calls(&mut Times::new(), false)?;
+        let graph = self.stream.end_capture()?;
+        let mut bursts = Vec::with_capacity(REPLAY_BURSTS);
+        for burst in 0..=REPLAY_BURSTS {
+            let begin = Instant::now();
+            for _ in 0..replays {
+                graph.launch(&self.stream)?;
+            }
+            self.wait()?;
+            if burst > 0 {
+                bursts.push(begin.elapsed().as_nanos() as u64 / replays);
+            }
+        }
+        bursts.sort_unstable();
+        Ok(quantile(&bursts, 50))
     }
 }
 
@@ -361,11 +386,14 @@ fn main() -> Outcome<()> {
         println!("{name:<16} p50 {p50:7.2} us   p99 {p99:7.2} us");
         results.insert((*name).into(), serde_json::json!({ "p50": p50, "p99": p99 }));
     }
+    let replay = rust.replay_time(if arguments.cpu { 10 } else { REPLAYS })?;
+    println!("a replay of dispatch and combine: {replay:.2} us");
     if let Some(path) = &arguments.json {
         let commit = tokenyard::internals::COMMIT;
         let all = serde_json::json!({
             "commit": commit, "device": device.name(), "tokens": arguments.tokens, "sms": rust.ep.sms(),
             "calls": arguments.calls, "host_us": results,
+            "replay_us": replay,
         });
         std::fs::write(path, format!("{all}\n"))?;
     }

@@ -60,6 +60,8 @@ MUTANTS = TABLE + [mutant for _, _, group in GROUPS for mutant in group]
 # What catches a mutant, where it is stated: unit tests or a module of a test program, by the mutant's name.
 STATED = {mutant[0]: (kind, words) for kind, words, group in GROUPS for mutant in group}
 
+# What cargo's test programs print of one that fails.
+FAILED = re.compile(r"test .* \.\.\. FAILED$")
 # Seconds; some mutants never end.
 LONGEST_CHECK = 200
 LONGEST_BUILD = 900
@@ -78,6 +80,32 @@ def run_whole(command, folder, environment, limit):
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_tests(command, folder, environment, limit):
+    """Runs a test program by cargo, up to the first test that fails: others may hang until their deadlines."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **piped) as process:
+        # Nobody has waited for it meanwhile, so the number is still its own.
+        end, late, lines, failed = lambda: os.killpg(process.pid, signal.SIGKILL), threading.Event(), [], False
+        timer = threading.Timer(limit, lambda: (late.set(), end()))
+        timer.start()
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if failed := FAILED.match(line) is not None:
+                    break
+            else:
+                # Behind its output it ends.
+                process.wait()
+        finally:
+            timer.cancel()
+            timer.join()
+            if process.returncode is None:
+                end()
+    if late.is_set() and not failed:
+        raise subprocess.TimeoutExpired(command, limit)
+    return subprocess.CompletedProcess(command, 1 if failed else process.returncode, "".join(lines), "")
 
 
 class Worker:
@@ -121,7 +149,7 @@ class Worker:
     def checks(self, file):
         """What the suite runs against a mutant of a file; the first that fails catches it."""
         program = str(self.target / "debug" / "tokenyard")
-        cargo = ["cargo", "test", "-q", *self.cargo]
+        cargo = ["cargo", "test", *self.cargo]
 
         def test(module, *parts):
             return [*cargo, "--test", *tests_of(module, parts)]
@@ -148,15 +176,15 @@ class Worker:
         worlds = in_place + worlds if file == IN_PLACE else worlds + in_place
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("proxy_machine", test("proxy_machine"))]
-        pick = [("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "pick"])]
+        pick = [("unit tests", ["cargo", "test", *self.cargo, "--lib", "pick"])]
         nic = [("gpu_nic", test("gpu_nic"))]
         # What a context and its proxy agree on as it is built.
         service = [
-            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
+            ("unit tests", ["cargo", "test", *self.cargo, "--lib", "service"]),
             ("transport_outside", test("transport_outside", "gathered")),
             ("nodes", test("nodes")),
         ]
-        lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
+        lib = ["cargo", "test", *self.cargo, "--lib"]
         # The program: what it does with its streams, its ranks' environment and files of its user.
         cli = [
             ("cli", test("cli", "reader", "full_disk", "caller", "trace", "log")),
@@ -210,7 +238,7 @@ class Worker:
             INTERRUPT: interrupts + [("ownership", test("ownership", "own_storage"))],
         }
         bootstrap = [
-            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
+            ("unit tests", ["cargo", "test", *self.cargo, "--lib", "transport"]),
             ("bootstrap", test("bootstrap")),
             ("interrupts", test("interrupts")),
         ]
@@ -228,7 +256,7 @@ class Worker:
         if name not in STATED:
             return self.checks(file)
         kind, words = STATED[name]
-        cargo = ["cargo", "test", "-q", *self.cargo]
+        cargo = ["cargo", "test", *self.cargo]
         return [(words, [*cargo, "--lib", words] if kind == "unit" else [*cargo, "--test", *tests_of(words, ())])]
 
     def checks_of_all(self, mutants):
@@ -260,7 +288,7 @@ class Worker:
                     return "", f"{name}: the test program does not build: {built.stderr}"
             start = time.time()
             try:
-                result = self.run(command, limit)
+                result = (run_tests if command[0] == "cargo" else run_whole)(command, self.tree, QUICK, limit)
             except subprocess.TimeoutExpired:
                 return name if hangs_are_caught else "", f"{name}: hung for {limit} s"
             if result.returncode != 0:

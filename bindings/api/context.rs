@@ -125,7 +125,8 @@ impl AllToAllBuilder {
         // Everything that can fail on one rank alone comes before the next exchange, which notifies the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan, agreed.numbers);
         world.agree("memory of a context", local.as_ref().err())?;
-        let Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget } = local?;
+        let Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget, detects_overlaps } =
+            local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let absence = shape.missing != MissingRanks::Fatal && shape.nodes.members().len() > 1;
@@ -164,7 +165,7 @@ impl AllToAllBuilder {
         let patience = longest.saturating_add(Duration::from_secs(5));
         let memory =
             Arc::new(Memory { _tables: tables, reports, statistics, absences, arena, _peers: peers, _budget: budget });
-        let chains = Arc::new(Chains::new(builder.tuning.ordered, world.membership()));
+        let chains = Arc::new(Chains::new(builder.tuning.ordered, detects_overlaps, world.membership()));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
         let formats = Formats::new(shape, &plan, &context);

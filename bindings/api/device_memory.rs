@@ -55,6 +55,7 @@ pub struct Local {
     /// With several nodes.
     pub proxied: Option<Proxied>,
     pub budget: Option<Budget<'static>>,
+    pub detects_overlaps: bool,
 }
 
 /// Tables in device memory.
@@ -104,6 +105,7 @@ impl Local {
         numbers: Offer,
     ) -> Result<Local> {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
+        let detects_overlaps = builder.tuning.detects_overlaps()?;
         if let Some(proxy) = builder.proxy.as_ref().filter(|_| plan.wire.is_some()) {
             check_reach(proxy.device_needs(), device.ordinal(), shape.arena)?;
         }
@@ -160,7 +162,7 @@ impl Local {
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
         let absences = Absences::allocate(&device, shape.ranks, shape.missing)?;
         let pool = Pool::new(&device, shape, plan.rounds, &builder.tuning)?;
-        Ok(Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget })
+        Ok(Local { device, arena, tables, reports, statistics, absences, pool, proxied, budget, detects_overlaps })
     }
 }
 

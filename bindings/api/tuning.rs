@@ -1,7 +1,9 @@
 //! Optional settings of a context, each documented at its field.
 
 use super::format::Partial;
+use crate::base::{Error, Result};
 use crate::transport::memory::gdr::GdrCopy;
+use std::ffi::OsString;
 
 /// With several nodes: the largest arena, in bytes, in which received rows and partial rows are kept twice.
 const DOUBLE_BUFFER_BYTES: u64 = 256 << 20;
@@ -137,6 +139,12 @@ pub struct Tuning {
     /// Tokens whose routing metadata (see docs/design.md) one block builds: rounded up to a multiple of 32, and at most
     /// as many as fit in shared memory. Other blocks build the routing metadata of further tokens. Default: 256.
     pub meta_tile: Option<usize>,
+    /// Whether the device detects launches of this context that overlap, once another library's capture has recorded
+    /// calls of it. The caller orders that library's replays
+    /// ([`stream_from_raw`](crate::Device::stream_from_raw)); this finds replays that nothing orders. They end in
+    /// `Order`, which closes the context. All calls then take general kernels: 3 µs more for each of 128 tokens. Ranks
+    /// may differ. Default: yes if `TOKENYARD_DETECT_OVERLAPS` is `1`, else no.
+    pub detect_overlaps: Option<bool>,
     /// Number of the first [epoch](crate::Error#epochs), the same on all ranks. At most 2^42, and its low 32 bits are
     /// neither 0 nor 2^32 - 1. Default 1; tests start just below 2^32 to see flags wrap.
     pub first_epoch: u64,
@@ -144,6 +152,27 @@ pub struct Tuning {
     /// tests of the device's own check.
     #[doc(hidden)]
     pub ordered: bool,
+}
+
+/// Whether contexts detect overlaps that do not say.
+const DETECT_OVERLAPS: &str = "TOKENYARD_DETECT_OVERLAPS";
+
+impl Tuning {
+    /// `detect_overlaps`, by the environment where it is not given.
+    ///
+    /// # Errors
+    /// `Config` for anything in the environment but 0, 1 and nothing.
+    pub(super) fn detects_overlaps(&self) -> Result<bool> {
+        self.detect_overlaps.map_or_else(|| detects(std::env::var_os(DETECT_OVERLAPS)), Ok)
+    }
+}
+
+fn detects(value: Option<OsString>) -> Result<bool> {
+    match value.as_ref().map(|value| value.to_str()) {
+        None | Some(Some("" | "0")) => Ok(false),
+        Some(Some("1")) => Ok(true),
+        _ => Err(Error::config(DETECT_OVERLAPS, format!("{:?}", value.unwrap_or_default()), "set it to 0 or 1")),
+    }
 }
 
 impl Default for Tuning {
@@ -166,6 +195,7 @@ impl Default for Tuning {
             double_buffer_bytes: DOUBLE_BUFFER_BYTES,
             ll_tokens: None,
             meta_tile: None,
+            detect_overlaps: None,
             first_epoch: 1,
             ordered: true,
         }
@@ -175,6 +205,20 @@ impl Default for Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn overlaps_are_detected_where_the_context_or_the_environment_says_so() {
+        let given = |value: &str| detects(Some(value.into()));
+        assert_eq!([given(""), given("0"), given("1")].map(Result::unwrap), [false, false, true]);
+        assert!(!detects(None).unwrap());
+        let refused = given("yes").unwrap_err().to_string();
+        assert!(
+            refused.starts_with("configuration TOKENYARD_DETECT_OVERLAPS is \"yes\"") && refused.contains("0 or 1"),
+            "{refused}"
+        );
+        let stated = Tuning { detect_overlaps: Some(true), ..Tuning::default() };
+        assert!(stated.detects_overlaps().unwrap());
+    }
 
     #[test]
     fn an_arena_lies_where_the_network_reaches_it_unless_its_place_is_given() {

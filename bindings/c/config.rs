@@ -50,6 +50,9 @@ pub struct tokenyard_tuning_t {
     pub compact_handles: tokenyard_choice_t,
     /// Whether the device records the times of stages; default no.
     pub statistics: tokenyard_choice_t,
+    /// Whether the device detects launches that overlap once another library's capture has recorded calls; by default
+    /// `TOKENYARD_DETECT_OVERLAPS` decides, else no. Costs time. Ranks may differ.
+    pub detect_overlaps: tokenyard_choice_t,
     /// Most words of a token's side payload in combine; default none.
     pub payload_words: usize,
     /// Most words of a token's side payload in dispatch; default none.
@@ -82,7 +85,7 @@ pub struct tokenyard_tuning_t {
 
 // SAFETY: a C struct of numbers and pointers that begins with its size.
 unsafe impl Versioned for tokenyard_tuning_t {
-    const FIRST: usize = 136;
+    const FIRST: usize = 144;
 }
 
 /// The configuration of a context, the same on all ranks but for `device` and what says otherwise.
@@ -152,6 +155,7 @@ unsafe fn tune(given: &tokenyard_tuning_t, experts: usize, tuning: &mut Tuning) 
     tuning.partial = partial("tuning.partial", given.partial)?;
     tuning.arena = arena("tuning.arena", given.arena)?;
     (tuning.duplicates, tuning.compact_handles, tuning.statistics) = (no.duplicates, no.compact, no.statistics);
+    tuning.detect_overlaps = no.detect_overlaps;
     tuning.payload_words = given.payload_words;
     tuning.dispatch_payload_words = given.dispatch_payload_words;
     tuning.in_place = length(given.in_place_rows).map(|rows| (rows, given.in_place_align.max(1)));
@@ -183,6 +187,7 @@ struct TuningChoices {
     duplicates: bool,
     compact: Option<bool>,
     statistics: bool,
+    detect_overlaps: Option<bool>,
 }
 
 impl TuningChoices {
@@ -191,6 +196,7 @@ impl TuningChoices {
             duplicates: choice("tuning.duplicates", given.duplicates)?.unwrap_or(false),
             compact: choice("tuning.compact_handles", given.compact_handles)?,
             statistics: choice("tuning.statistics", given.statistics)?.unwrap_or(false),
+            detect_overlaps: choice("tuning.detect_overlaps", given.detect_overlaps)?,
         })
     }
 }

@@ -333,6 +333,9 @@ typedef struct {
   tokenyard_choice_t compact_handles;
   /// Whether the device records the times of stages; default no.
   tokenyard_choice_t statistics;
+  /// Whether the device detects launches that overlap once another library's capture has recorded calls; by default
+  /// `TOKENYARD_DETECT_OVERLAPS` decides, else no. Costs time. Ranks may differ.
+  tokenyard_choice_t detect_overlaps;
   /// Most words of a token's side payload in combine; default none.
   size_t payload_words;
   /// Most words of a token's side payload in dispatch; default none.

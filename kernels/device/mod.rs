@@ -176,13 +176,13 @@ impl Device {
     /// recorded through another `Stream`, nobody keeps it. Whoever captures then has three duties:
     ///
     /// - Keep every buffer, handle and context that was used until the last replay is over.
-    /// - Before the first capture of a context's calls, wait for the calls that were enqueued (torch.cuda.graph does):
-    ///   only later calls are guarded.
+    /// - Before the first capture of a context's calls, wait for the calls that were enqueued (torch.cuda.graph does).
     /// - Order replays against the other calls of their contexts, by one stream or by events: replays are invisible to
     ///   this crate. Dispatches of a context must not overlap each other, nor must its combines or its barriers.
     ///
-    /// From the first such capture on, the device detects launches of a context that overlap. These end in `Order`,
-    /// which closes the context, and store nothing outside of what they were given.
+    /// With [`Tuning::detect_overlaps`](crate::Tuning::detect_overlaps) the device detects launches of a context that
+    /// overlap, from the first such capture on. These end in `Order`, which closes the context, and store nothing
+    /// outside of what they were given. Otherwise they mix their rows, or never end.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::argument(

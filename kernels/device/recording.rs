@@ -27,17 +27,20 @@ pub(crate) struct Enqueued {
     /// Queues that may still have work of the context.
     queues: Vec<Queue>,
     ordered: bool,
-    /// Another library's capture has recorded calls, so that its replays may overlap calls that are enqueued here: from
-    /// then on the device looks for overlaps itself.
+    /// Whether the device looks for overlaps once another library's capture has recorded calls, whose replays may
+    /// overlap calls that are enqueued here.
+    detects: bool,
+    /// Whether it does so from now on.
     guarded: bool,
 }
 
 impl Chains {
     /// No call yet. Without `ordered` calls on several streams run in no order, and are guarded from the first on.
-    /// `membership`: of the rank whose context it is.
-    pub fn new(ordered: bool, membership: Membership) -> Chains {
+    /// `detects`: as of [`Enqueued::guard`]. `membership`: of the rank whose context it is.
+    pub fn new(ordered: bool, detects: bool, membership: Membership) -> Chains {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let enqueued = Enqueued { last: Default::default(), queues: Vec::new(), ordered, guarded: !ordered };
+        let (last, queues) = Default::default();
+        let enqueued = Enqueued { last, queues, ordered, detects, guarded: !ordered };
         Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), membership, enqueued: Mutex::new(enqueued) }
     }
 
@@ -79,10 +82,10 @@ impl Enqueued {
         Ok(())
     }
 
-    /// Whether launches count themselves, so that the device detects overlaps. `recorded`: by another library's
-    /// capture.
+    /// Whether launches count themselves, so that the device detects overlaps: from the first call on that another
+    /// library's capture records (`recorded`), in a context that detects them.
     pub fn guard(&mut self, recorded: bool) -> bool {
-        self.guarded |= recorded;
+        self.guarded |= recorded && self.detects;
         self.guarded
     }
 
@@ -301,7 +304,7 @@ mod tests {
     fn a_graph_that_nothing_guards_is_refused_once_another_library_has_recorded_calls() {
         let device = Device::cpu().unwrap();
         let stream = device.new_stream().unwrap();
-        let chains = Arc::new(Chains::new(true, Membership::default()));
+        let chains = Arc::new(Chains::new(true, true, Membership::default()));
         let record = |guarded| {
             let mut recording = Recording::default();
             recording.call(&chains, 0, guarded, || Arc::new(()), Duration::ZERO);
@@ -318,10 +321,17 @@ mod tests {
         launch(&after).unwrap();
     }
 
+    /// The caller promised to order that library's replays.
+    #[test]
+    fn calls_are_guarded_only_in_contexts_that_detect_overlaps() {
+        let guarded = |detects| Chains::new(true, detects, Membership::default()).lock().guard(true);
+        assert_eq!([true, false].map(guarded), [true, false]);
+    }
+
     #[test]
     fn queues_without_work_are_forgotten_when_another_comes() {
         let device = Device::cpu().unwrap();
-        let chains = Chains::new(true, Membership::default());
+        let chains = Chains::new(true, true, Membership::default());
         for _ in 0..100 {
             let stream = device.new_stream().unwrap();
             chains.lock().note(stream.queue());

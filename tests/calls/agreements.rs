@@ -76,8 +76,17 @@ const SETTINGS: [Setting; 24] = [
 const OTHERS: [&str; 6] = ["generation", "ranks", "nodes", "nics", "arena", "placement"];
 
 /// Settings in which ranks may differ.
-const FREE: [&str; 8] =
-    ["handles", "compact_handles", "handle_rows", "statistics", "gdrcopy", "meta_tile", "ordered", "replica_table"];
+const FREE: [&str; 9] = [
+    "handles",
+    "compact_handles",
+    "handle_rows",
+    "statistics",
+    "gdrcopy",
+    "meta_tile",
+    "ordered",
+    "replica_table",
+    "detect_overlaps",
+];
 
 /// `name=value` of the error's two configurations: this rank's and the other's.
 fn differing(error: &Error, other: usize) -> (String, String) {

@@ -507,7 +507,8 @@ fn graphs_of_another_library_are_guarded() {
     let world = World::threads(1).unwrap().remove(0);
     let builder = AllToAll::builder(&world).device(device.clone()).hidden(HIDDEN).experts(LOCAL_EXPERTS).top_k(TOP_K);
     // Few blocks, so that two launches fit side by side.
-    let ep = builder.max_tokens_per_rank(MAX_TOKENS).sms(4).timeout(Duration::from_secs(2)).build().unwrap();
+    let builder = builder.max_tokens_per_rank(MAX_TOKENS).sms(4).timeout(Duration::from_secs(2));
+    let ep = builder.tuning(|t| t.detect_overlaps = Some(true)).build().unwrap();
     let call = Call::new(&device, 1, MAX_TOKENS, 2 * MAX_TOKENS, false, 1);
     let record = |owner: &Stream, stream: &Stream| {
         owner.begin_capture().unwrap();

@@ -363,6 +363,24 @@ def test_unusable_routing_of_a_hooks_call_on_a_gpu():
         assert bool(sums.any()) == (given is ids)
 
 
+@needs_them
+@pytest.mark.parametrize("options", [{"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}], ids=str)
+def test_small_results_share_memory_in_which_no_rows_lie(options):
+    """A handle, which has small ones, would else keep the rows, which are large."""
+    case, buffer, x, ids, _ = one_rank()
+    for _ in range(2):
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, **options)
+    settle(DEVICE)
+    large, small = rows if isinstance(rows, tuple) else (rows,), (handle[0], handle[1], counts)
+    memories = [{tensor.untyped_storage().data_ptr() for tensor in group} for group in (large, small)]
+    assert [len(memory) for memory in memories] == [1, 1] and memories[0] != memories[1]
+    for number, tensor in enumerate((*large, *small)):
+        tensor.fill_(1 + number)
+    for number, tensor in enumerate((*large, *small)):
+        assert bool((tensor.to(torch.float32) == 1 + number).all()), f"another result lies in that of place {number}"
+    buffer.destroy()
+
+
 def unusual(x, ids):
     """Arguments of a low-latency dispatch that no call takes, and what is said of them."""
     freed = x.clone()
@@ -429,7 +447,7 @@ def leave_handles():
     (shape,) = buffer._low_latency.shapes.values()
     gc.collect()
     before = _native.operator_handles()
-    numbers = [_eager.low_latency_dispatch(shape.number, x, ids)[1] for _ in range(18)]
+    numbers = [_eager.LOW_LATENCY_DISPATCH(x, ids, shape.number)[1] for _ in range(18)]
     assert len(set(numbers)) == 18 and min(numbers) > 0 and _native.operator_handles() == before + 16
     assert _native.taken_handle(numbers[1]) is None
     elsewhere = []

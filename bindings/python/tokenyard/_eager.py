@@ -32,8 +32,12 @@ def _operator(name: str) -> Any:
 
 _DISPATCH, _DISPATCH_INTO = _operator("_dispatch"), _operator("_dispatch_into")
 _COMBINE, _COMBINE_INTO = _operator("_combine"), _operator("_combine_into")
-_LOW_LATENCY_DISPATCH, _LOW_LATENCY_COMBINE = _operator("_low_latency_dispatch"), _operator("_low_latency_combine")
+_LOW_LATENCY_COMBINE = _operator("_low_latency_combine")
 _LOW_LATENCY_SEND, _LOW_LATENCY_SEND_BACK = _operator("_low_latency_send"), _operator("_low_latency_send_back")
+
+LOW_LATENCY_DISPATCH = _operator("_low_latency_dispatch")
+"""Takes tokens, their choices and a plan. Returns the plan's outputs and the handle's number for `taken_handle`; one that
+is not positive is for `low_latency_made`. Tensors that are not as low-latency calls have them make nothing."""
 
 
 def plain(*tensors: Optional[torch.Tensor]) -> bool:
@@ -42,9 +46,8 @@ def plain(*tensors: Optional[torch.Tensor]) -> bool:
         return False
     if _C._len_torch_function_stack() or _forward._current_level >= 0 or _C._functorch.peek_interpreter_stack():
         return False
-    with_gradients = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or (with_gradients and tensor.requires_grad)):
+        if tensor is not None and (type(tensor) not in _PLAIN or (tensor.requires_grad and torch.is_grad_enabled())):
             return False
     return True
 
@@ -75,14 +78,6 @@ def dispatch(
     if made and found.without_rows():
         made[1].zero_()
     return made, found
-
-
-def low_latency_dispatch(
-    plan: int, x: torch.Tensor, topk_idx: torch.Tensor
-) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """The outputs of a plan, the handle's number for `taken_handle`, 0 for a call that made nothing, and what it raised,
-    if it did. Tensors that are not as low-latency calls have them make nothing."""
-    return low_latency_made(*_LOW_LATENCY_DISPATCH(x, topk_idx, plan))
 
 
 def low_latency_made(made: List[torch.Tensor], number: int) -> Tuple[List[torch.Tensor], int, Optional[Found]]:

@@ -230,7 +230,7 @@ class Plan:
         *,
         column_major: bool = False,
         views: Optional[Sequence[Tuple[str, Sequence[int], Sequence[int], int]]] = None,
-        together: Optional[Sequence[str]] = None,
+        together: Optional[Sequence[Sequence[str]]] = None,
         drop_overflow: bool = False,
     ) -> Plan: ...
     @property

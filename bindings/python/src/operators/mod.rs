@@ -220,12 +220,15 @@ unsafe extern "C" fn low_latency_send_back(stack: *mut u64, _arguments: u64, _re
     unsafe { run(stack, low_latency_sent_back) };
 }
 
-/// Memory of one output, or of several.
+/// Memory of one output, or of several: then bytes.
 struct Memory {
     sizes: Vec<i64>,
     strides: Vec<i64>,
     element: Element,
 }
+
+/// Bytes of which outputs begin at multiples in memory that they share, as tensors of their own do on a GPU.
+const ALIGNED: i64 = 512;
 
 /// An output of a dispatch.
 struct Made {
@@ -233,14 +236,14 @@ struct Made {
     sizes: Vec<i64>,
     strides: Vec<i64>,
     element: Element,
-    /// Where it lies, by its memory's place among all and its offset there, in elements.
+    /// Where it lies, by its memory's place among all and its offset there, in bytes.
     memory: usize,
     offset: i64,
     /// What is returned in place of the whole memory.
     seen: Option<Seen>,
 }
 
-/// A view, whose offset is that in its memory.
+/// A view, whose offset is that in its memory, in bytes.
 struct Seen {
     sizes: Vec<i64>,
     strides: Vec<i64>,
@@ -287,16 +290,26 @@ const DTYPES: [(&str, Element); 6] = [
     ("i64", Element::I64),
 ];
 
+/// An output's name and elements, as Python has them.
+fn named(name: &str, dtype: &str) -> PyResult<(&'static str, Element)> {
+    let element = DTYPES.iter().find(|(known, _)| *known == dtype).map(|(_, element)| *element);
+    NAMES
+        .iter()
+        .copied()
+        .find(|known| *known == name)
+        .zip(element)
+        .ok_or_else(|| PyValueError::new_err(format!("no output is called {name} with elements of {dtype}")))
+}
+
 /// Elements of an array of this shape; None of more than can be counted.
 fn elements(shape: &[usize]) -> Option<i64> {
     let all = shape.iter().try_fold(1usize, |all, length| all.checked_mul(*length))?;
     i64::try_from(all).ok()
 }
 
-/// Elements that arrays of these shapes take one after the other, each in cache lines of its own.
-fn lines_of<'a>(mut shapes: impl Iterator<Item = &'a [usize]>, element: Element) -> Option<i64> {
-    let line = (128 / element.bytes()) as i64;
-    shapes.try_fold(0i64, |all, shape| all.checked_add(elements(shape)?.checked_add(line - 1)? / line * line))
+/// Bytes of an array of this shape.
+fn bytes(shape: &[usize], element: Element) -> Option<i64> {
+    elements(shape)?.checked_mul(element.bytes() as i64)
 }
 
 /// A view in Python: the output's name, sizes, strides and offset, in elements.
@@ -306,8 +319,8 @@ type View = (String, Vec<i64>, Vec<i64>, i64);
 impl Plan {
     /// `number`: of the context, in Python. `outputs`: name, shape and dtype of each, in the order in which the
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
-    /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs of one dtype that share
-    /// one memory in this order, since each takes time to make. torch may make the last of them larger.
+    /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs that share one memory in
+    /// this order, in groups, since each memory takes time to make. torch may make the last of a group larger.
     /// `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
@@ -325,17 +338,15 @@ impl Plan {
         outputs: Vec<(String, Vec<usize>, String)>,
         column_major: bool,
         views: Option<Vec<View>>,
-        together: Option<Vec<String>>,
+        together: Option<Vec<Vec<String>>>,
         drop_overflow: bool,
     ) -> PyResult<Plan> {
-        let together = together.unwrap_or_default();
-        let mut shared: Option<usize> = None;
+        let groups = together.unwrap_or_default();
+        // The memory of each group, once it has an output.
+        let mut shared: Vec<Option<usize>> = vec![None; groups.len()];
         let mut memories: Vec<Memory> = Vec::new();
         let mut of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
-            let element = DTYPES.iter().find(|(known, _)| known == dtype).map(|(_, element)| *element);
-            let (Some(name), Some(element)) = (NAMES.iter().copied().find(|known| known == name), element) else {
-                return Err(PyValueError::new_err(format!("no output is called {name} with elements of {dtype}")));
-            };
+            let (name, element) = named(name, dtype)?;
             let too_large =
                 || PyValueError::new_err(format!("{name} would have the shape {shape:?}: give less capacity"));
             let signed = |lengths: &[usize]| -> PyResult<Vec<i64>> {
@@ -343,24 +354,22 @@ impl Plan {
                 signed.map_err(|_| too_large())
             };
             let (sizes, strides) = (signed(shape)?, signed(&packed(shape, 1))?);
-            if !together.iter().any(|shares| shares == name) {
+            let Some(group) = groups.iter().position(|group| group.iter().any(|shares| shares == name)) else {
                 memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
                 return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
-            }
-            let memory = *shared.get_or_insert_with(|| {
-                memories.push(Memory { sizes: vec![0], strides: vec![1], element });
+            };
+            let memory = *shared[group].get_or_insert_with(|| {
+                memories.push(Memory { sizes: vec![0], strides: vec![1], element: Element::U8 });
                 memories.len() - 1
             });
-            if memories[memory].element != element {
-                return Err(PyValueError::new_err(format!(
-                    "{name} is of another dtype than outputs that share memory"
-                )));
-            }
-            let before = together.iter().take_while(|before| *before != name);
-            let before = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
-            let behind = lines_of(before.map(|(_, shape, _)| shape.as_slice()), element).zip(elements(shape));
-            let (offset, end) =
-                behind.and_then(|(offset, own)| Some((offset, offset.checked_add(own)?))).ok_or_else(too_large)?;
+            let before = groups[group].iter().take_while(|before| *before != name);
+            let mut before = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
+            let offset = before.try_fold(0i64, |all, (other, shape, dtype)| {
+                let (_, element) = named(other, dtype)?;
+                let end = bytes(shape, element).and_then(|own| own.checked_add(ALIGNED - 1));
+                end.and_then(|end| all.checked_add(end / ALIGNED * ALIGNED)).ok_or_else(too_large)
+            })?;
+            let end = bytes(shape, element).and_then(|own| offset.checked_add(own)).ok_or_else(too_large)?;
             memories[memory].sizes[0] = memories[memory].sizes[0].max(end);
             let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
             Ok(Made { name, sizes, strides, element, memory, offset, seen })
@@ -375,7 +384,10 @@ impl Plan {
             let output = made.iter_mut().find(|made| made.name == name);
             let output = output.ok_or_else(|| PyValueError::new_err(format!("no output is called {name}")))?;
             must_be_inside(output, &sizes, &strides, offset)?;
-            output.seen = Some(Seen { sizes, strides, offset: output.offset + offset });
+            let offset = offset.checked_mul(output.element.bytes() as i64).and_then(|it| output.offset.checked_add(it));
+            let offset =
+                offset.ok_or_else(|| PyValueError::new_err(format!("a view of {name} begins too far behind it")))?;
+            output.seen = Some(Seen { sizes, strides, offset });
         }
         let context = number;
         let prepared = Prepared { core, context, format, layout, place, memories, made, column_major, drop_overflow };
@@ -600,7 +612,7 @@ impl Prepared {
         let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::with_capacity(self.made.len()));
         for Made { name, sizes, strides, element, memory, offset, seen } in &self.made {
             let (tensor, address) = &mut memories[*memory];
-            let address = *address + *offset as u64 * element.bytes() as u64;
+            let address = *address + *offset as u64;
             let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
             match *name {
                 "rows" => rows = Some(array),
@@ -609,7 +621,7 @@ impl Prepared {
                 other => others.push((other, array)),
             }
             let shown = match (seen, tensor.as_ref()) {
-                (Some(seen), Some(tensor)) => tensor.view(&seen.sizes, &seen.strides, seen.offset),
+                (Some(seen), Some(tensor)) => tensor.part(seen.offset, *element, &seen.sizes, &seen.strides),
                 _ => tensor.take(),
             };
             made.push(shown.ok_or(Failure::NotHere)?);

@@ -65,7 +65,7 @@ functions! {
     aoti_torch_new_tensor_handle: fn(Raw, *mut Raw) -> Status;
     aoti_torch_delete_tensor_object: fn(Raw) -> Status;
     aoti_torch_empty_strided: fn(i64, *const i64, *const i64, i32, i32, i32, *mut Raw) -> Status;
-    aoti_torch__reinterpret_tensor: fn(Raw, i64, *const i64, *const i64, i64, *mut Raw) -> Status;
+    aoti_torch__alloc_from_pool: fn(Raw, i64, i32, i64, *const i64, *const i64, *mut Raw) -> Status;
     torch_from_blob: fn(
         *mut c_void, i64, *const i64, *const i64, i64, i32, i32, i32, *mut Raw, i32, *const u8, i64, Deleter,
         *mut c_void
@@ -295,14 +295,15 @@ impl Tensor {
         (status == 0).then_some(Tensor { shim: self.shim, raw })
     }
 
-    /// A view of its memory; `strides` and `offset` in elements, the latter of this tensor's first one. None: torch
+    /// A tensor in memory that begins where this one does, so many bytes behind it; `strides` in elements. None: torch
     /// refuses it.
-    pub fn view(&self, sizes: &[i64], strides: &[i64], offset: i64) -> Option<Tensor> {
-        let mut raw = null_mut();
+    pub fn part(&self, offset: i64, element: Element, sizes: &[i64], strides: &[i64]) -> Option<Tensor> {
+        let (mut raw, dtype) = (null_mut(), self.shim.dtype(element)?);
         // SAFETY: the tensor lives, and sizes and strides have an entry for each dimension.
         let status = unsafe {
             let (dimensions, sizes, strides) = (sizes.len() as i64, sizes.as_ptr(), strides.as_ptr());
-            (self.shim.functions.aoti_torch__reinterpret_tensor)(self.raw, dimensions, sizes, strides, offset, &mut raw)
+            let part = self.shim.functions.aoti_torch__alloc_from_pool;
+            part(self.raw, offset, dtype, dimensions, sizes, strides, &mut raw)
         };
         (status == 0).then_some(Tensor { shim: self.shim, raw })
     }

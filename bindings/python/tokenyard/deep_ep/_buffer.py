@@ -528,9 +528,12 @@ class Buffer:
         self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor
     ) -> Optional[Tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook]]:
         """A low-latency dispatch by the operator in C; None where the call is to be looked at, or is none for it."""
-        self._receive_before(shape, x, topk_idx)
-        made, number, found = _eager.low_latency_dispatch(shape.number, x, topk_idx)
-        results = None
+        if self._dispatched is not None:
+            self._receive_before(shape, x, topk_idx)
+        found = results = None
+        made, number = _eager.LOW_LATENCY_DISPATCH(x, topk_idx, shape.number)
+        if number <= 0:
+            made, number, found = _eager.low_latency_made(made, number)
         if number:
             handle = LowLatencyHandle((made[2], made[3], *shape.members))
             handle.planned = (number, _native.taken_handle(number), shape)

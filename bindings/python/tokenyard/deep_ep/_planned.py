@@ -66,5 +66,7 @@ def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
         # What the caller gets: the row's number first, which lies last.
         views.append(("scales", (experts, capacity, words), (words * lead, 1, lead), 0))
     return ep.prepare(
-        format, "masked", outputs, column_major=format.scales is not None, views=views, together=["source", "counts"]
+        format, "masked", outputs, column_major=format.scales is not None, views=views,
+        # A handle has the small ones, and outlives the rows.
+        together=[["rows", "scales"], ["source", "source_ranges", "counts"]],
     )
