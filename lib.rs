@@ -110,7 +110,7 @@
 //! These rules hold for the calls of a context, on all its ranks alike:
 //!
 //! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
-//!    this rule, in graph replays too: a call out of order does nothing and ends in [`Error::Order`].
+//!    this rule, in ordered replays too: a call out of order does nothing and ends in [`Error::Order`].
 //! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order; `combine`
 //!    and `dispatch` contain these halves, and `dispatch_again` and its halves count as dispatches. A breach ends in an
 //!    [`Error::Timeout`] that names this rule.

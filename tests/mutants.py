@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -61,7 +62,7 @@ MUTANTS = TABLE + [mutant for _, _, group in GROUPS for mutant in group]
 STATED = {mutant[0]: (kind, words) for kind, words, group in GROUPS for mutant in group}
 
 # What cargo's test programs print of one that fails.
-FAILED = re.compile(r"test .* \.\.\. FAILED$")
+FAILED = re.compile(r"^test .* \.\.\. FAILED$", re.MULTILINE)
 # Seconds; some mutants never end.
 LONGEST_CHECK = 200
 LONGEST_BUILD = 900
@@ -84,28 +85,28 @@ def run_whole(command, folder, environment, limit):
 
 def run_tests(command, folder, environment, limit):
     """Runs a test program by cargo, up to the first test that fails: others may hang until their deadlines."""
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **piped) as process:
-        # Nobody has waited for it meanwhile, so the number is still its own.
-        end, late, lines, failed = lambda: os.killpg(process.pid, signal.SIGKILL), threading.Event(), [], False
-        timer = threading.Timer(limit, lambda: (late.set(), end()))
-        timer.start()
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        process, ends, failed = None, time.monotonic() + limit, None
         try:
-            for line in process.stdout:
-                lines.append(line)
-                if failed := FAILED.match(line) is not None:
-                    break
-            else:
-                # Behind its output it ends.
-                process.wait()
+            process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, stdout=out, stderr=subprocess.STDOUT)
+            while process.poll() is None and failed is None:
+                if time.monotonic() > ends:
+                    raise subprocess.TimeoutExpired(command, limit)
+                time.sleep(0.1)
+                failed = FAILED.search(text_of(out))
         finally:
-            timer.cancel()
-            timer.join()
-            if process.returncode is None:
-                end()
-    if late.is_set() and not failed:
-        raise subprocess.TimeoutExpired(command, limit)
-    return subprocess.CompletedProcess(command, 1 if failed else process.returncode, "".join(lines), "")
+            if process is not None and process.returncode is None:
+                # Nobody has waited for it, so the number is still its own.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        # Where a test ended it, what others printed is none of its reasons.
+        printed = failed[0] if failed else text_of(out)
+    return subprocess.CompletedProcess(command, 1 if failed else process.returncode, printed, "")
+
+
+def text_of(file):
+    file.seek(0)
+    return file.read()
 
 
 class Worker:

@@ -142,8 +142,8 @@ pub struct Tuning {
     /// Whether the device detects launches of this context that overlap, once another library's capture has recorded
     /// calls of it. The caller orders that library's replays
     /// ([`stream_from_raw`](crate::Device::stream_from_raw)); this finds replays that nothing orders. They end in
-    /// `Order`, which closes the context. All calls then take general kernels: 3 µs more for each of 128 tokens. Ranks
-    /// may differ. Default: yes if `TOKENYARD_DETECT_OVERLAPS` is `1`, else no.
+    /// `Order`, which closes the context. All calls then take general kernels: 3 µs more for a call of 128 tokens.
+    /// Ranks may differ. Default: yes if `TOKENYARD_DETECT_OVERLAPS` is `1`, else no.
     pub detect_overlaps: Option<bool>,
     /// Number of the first [epoch](crate::Error#epochs), the same on all ranks. At most 2^42, and its low 32 bits are
     /// neither 0 nor 2^32 - 1. Default 1; tests start just below 2^32 to see flags wrap.

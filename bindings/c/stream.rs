@@ -37,7 +37,8 @@ pub unsafe extern "C" fn tokenyard_stream_create(
 /// The engine's `cudaStream_t`, borrowed: it is not destroyed here, and must outlive this object, contexts that were
 /// used on it, and graphs that were launched on it. NULL is the legacy default stream. Where another library captures
 /// the stream, whoever captures keeps every buffer, handle and context that was used until the last replay is over, and
-/// orders replays against other calls of their contexts.
+/// orders replays against other calls of their contexts: dispatches must not overlap each other, nor combines, nor a
+/// dispatch the combines of its handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tokenyard_stream_from_raw(
     device: Option<&tokenyard_device_t>,

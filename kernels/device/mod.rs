@@ -178,11 +178,13 @@ impl Device {
     /// - Keep every buffer, handle and context that was used until the last replay is over.
     /// - Before the first capture of a context's calls, wait for the calls that were enqueued (torch.cuda.graph does).
     /// - Order replays against the other calls of their contexts, by one stream or by events: replays are invisible to
-    ///   this crate. Dispatches of a context must not overlap each other, nor must its combines or its barriers.
+    ///   this crate. Dispatches of a context must not overlap each other, nor must its combines or its barriers, nor a
+    ///   dispatch the combines of its handle.
     ///
     /// With [`Tuning::detect_overlaps`](crate::Tuning::detect_overlaps) the device detects launches of a context that
     /// overlap, from the first such capture on. These end in `Order`, which closes the context, and store nothing
-    /// outside of what they were given. Otherwise they mix their rows, or never end.
+    /// outside of what they were given. Otherwise nothing is promised of them: rows may be mixed, memory may be
+    /// overwritten, and a launch may never end.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::argument(
@@ -801,8 +803,9 @@ impl Graph {
     ///
     /// # Errors
     /// `Argument` for a stream that captures or is of another device, between the halves of a combine with a handle of
-    /// this graph, and for a graph recorded before [another library's capture](crate::Device::stream_from_raw) recorded
-    /// calls of the same context. `Generation` for a context of a past generation. `Device` if the driver refuses.
+    /// this graph, and, where a context detects overlaps, for a graph recorded before
+    /// [another library's capture](crate::Device::stream_from_raw) recorded calls of that context. `Generation` for a
+    /// context of a past generation. `Device` if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (chains, recording) = (kept.chains(), stream.enter());

@@ -1,6 +1,7 @@
 """Eager calls by operators in C: that they are used, and bring what operators in Python do."""
 
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -40,6 +41,12 @@ def refusals(calls):
             call()
         found.append((number, raised.type, str(raised.value)))
     return found
+
+
+def is_inside(tensor):
+    """Whether a tensor ends where its storage does, or before."""
+    last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 @pytest.fixture
@@ -98,6 +105,9 @@ def test_values_are_those_of_operators_in_python(layout, more, python_alone):
                 assert (x is None) == (y is None), name
                 if x is not None:
                     assert (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device), name
+                    assert is_inside(x), name
+            # It refuses a storage with tensors of two dtypes.
+            torch.save([getattr(a, name) for name in ("rows", "scales", "offsets", "counts", "token_experts", "token_weights")], io.BytesIO())
             if layout == "contiguous":
                 torch.testing.assert_close(a.offsets, b.offsets, rtol=0, atol=0)
                 used_rows = int(a.offsets[-1])

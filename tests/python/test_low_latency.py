@@ -15,7 +15,7 @@ from rig import Case, settle, the_torch
 torch = the_torch()
 
 from torch._subclasses import FakeTensorMode  # noqa: E402: after torch
-from test_eager import needs_them, of_ranks, python_alone  # noqa: E402, F401: after torch, and a fixture
+from test_eager import is_inside, needs_them, of_ranks, python_alone  # noqa: E402, F401: after torch, and a fixture
 from test_ops import DEVICE, PLACE, tensors  # noqa: E402
 from tokenyard import _eager, _native, deep_ep, ops  # noqa: E402
 from tokenyard.deep_ep import _planned  # noqa: E402
@@ -374,6 +374,7 @@ def test_small_results_share_memory_in_which_no_rows_lie(options):
     large, small = rows if isinstance(rows, tuple) else (rows,), (handle[0], handle[1], counts)
     memories = [{tensor.untyped_storage().data_ptr() for tensor in group} for group in (large, small)]
     assert [len(memory) for memory in memories] == [1, 1] and memories[0] != memories[1]
+    assert all(is_inside(tensor) for tensor in (*large, *small))
     for number, tensor in enumerate((*large, *small)):
         tensor.fill_(1 + number)
     for number, tensor in enumerate((*large, *small)):

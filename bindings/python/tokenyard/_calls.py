@@ -219,11 +219,9 @@ class AllToAll:
             if drop_overflow:
                 outputs_of["row_count"] = ((1,), "i32")
             outputs = [(name, *made) for name, made in outputs_of.items()]
-            together = [
-                [name for name in names if name in outputs_of]
-                for names in (("rows", "scales"), ("token_weights", "token_experts", "offsets", "row_count", "counts"))
-            ]
-            together = [names for names in together if len(names) > 1]
+            # Of one dtype, as what torch saves and compiles has in one storage.
+            small = [name for name in ("token_experts", "offsets", "row_count", "counts") if name in outputs_of]
+            together = [small] if len(small) > 1 else None
             return _native.Plan(
                 self._context, self._number, stated, layout, align, outputs, together=together,
                 drop_overflow=drop_overflow,
