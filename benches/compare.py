@@ -8,7 +8,7 @@ permutation, transformers' all-to-all, and DeepEP where it is installed. What ca
 why. Rows are bf16. Each contender dispatches, the same experts are applied untimed, and each combines to weighted sums.
 Sums of each contender are compared element by element with a reference at fp64, and with those of the first contender.
 What a contender made is overwritten with NaNs before the next one runs, which may get the same memory. Odd rounds take
-the contenders in the opposite order. A barrier aligns the ranks before each timed part.
+the contenders in the opposite order. A barrier aligns the ranks before each timed part, on a GPU one of their streams.
 
 On the CPU a call is timed by the host's clock until its rows or sums can be used. On a GPU each iteration has two pairs
 of calls. CUDA events time the first pair on the GPU. Calls that can be captured are replays of a CUDA graph there, so
@@ -213,6 +213,10 @@ class Job:
         self.shape = bench.Shape(args.world, args.tokens, args.hidden, args.experts, args.top_k, "bf16", seed=args.seed)
         self.rank, self.device, self.group = rank, device, dist.group.WORLD
         self.world = tokenyard.World.from_group()
+        # For its barrier alone.
+        self.barrier = tokenyard.AllToAll(
+            self.world, hidden=64, experts=args.world, top_k=1, max_tokens_per_rank=1, device=str(device)
+        ).barrier
         self.first_expert = self.shape.experts_of(rank)[0]
         draw = torch.Generator().manual_seed(args.seed)
         self.factor, self.shift = (torch.randn(args.experts, generator=draw).to(device) for _ in range(2))
@@ -299,7 +303,7 @@ def timed(job, clock, call):
     if job.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
     job.world.barrier()
-    return clock.time(call)
+    return clock.time(call, job.barrier)
 
 
 def once(job, clock, contender, given, times, graphs=None):

@@ -101,7 +101,7 @@ def verified():
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
-        for name in (name for name in names if name.endswith(".json") and not name.startswith(("sms-", "python-cost", "host-cost"))):
+        for name in (name for name in names if name.endswith(".json") and not name.startswith(("sms-", "python-cost", "host-cost", "compare-"))):
             for result in results_of(os.path.join(place, name)):
                 if "rows" in result:
                     continue

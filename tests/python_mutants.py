@@ -168,6 +168,7 @@ MUTANTS = [
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().push(capsule);", "drop(capsule);", "test_dlpack.py"),
     ("gradients lost in eager calls", EAGER, "(tensor.requires_grad and torch.is_grad_enabled())", "False", "test_eager.py test_ops.py"),
     ("outputs of one memory on one another", IN_C, "all.checked_add(end / ALIGNED * ALIGNED)", "Some(all + 0 * end)", "test_low_latency.py"),
+    ("a barrier of streams not waited for", f"{NATIVE}/barriers.rs", "core.finished_with(py, &ep, || Box::new(()))", "Ok(())", "test_calls.py"),
     ("a handle keeps rows", PLANNED, '"scales"], ["source", ', '"scales", "source"], [', "test_low_latency.py"),
     ("operators in C leave no rows out", IN_C, "output.dropping(self.drop_overflow)?", "output.dropping(false)?", "test_drop.py"),
     ("capacities not rounded where rows are left out", CALLS, "align) * align if drop_overflow else capacity", "1) * 1 if drop_overflow else capacity",

@@ -1,5 +1,7 @@
 """Dispatch and combine through arrays of numpy, element by element against a plain reference."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -271,3 +273,26 @@ def test_new_rows_are_in_the_format_of_the_handles_dispatch():
     for i in range(len(ep.local_experts)):
         part = slice(int(got.offsets[i]), int(got.offsets[i] + got.counts[i]))
         np.testing.assert_array_equal(again[part], -got.rows[part])
+
+
+def test_a_barrier_of_streams_waits_for_every_rank_and_names_one_that_is_missing():
+    came, through = [], []
+
+    def rank(world):
+        with tokenyard.AllToAll(world, **Case().limits | {"timeout": 2.0}) as ep:
+            world.barrier()
+            if world.rank == 1:
+                time.sleep(0.3)
+                came.append(1)
+            ep.barrier()
+            through.append(list(came))
+            world.barrier()
+            if world.rank == 0:
+                with pytest.raises(tokenyard.TimeoutError, match="barrier"):
+                    ep.barrier()
+            world.barrier()
+        with pytest.raises(tokenyard.ClosedError):
+            ep.barrier()
+
+    in_ranks(tokenyard.World.threads(2), rank)
+    assert through == [[1], [1]]

@@ -118,9 +118,9 @@ class Calls(bench.Clock):
         super().__init__(False)
         self.calls = []
 
-    def time(self, call):
+    def time(self, call, align):
         self.calls.append(call)
-        return super().time(call)
+        return super().time(call, align)
 
 
 def test_replays_are_timed_alone_and_their_sums_are_of_new_tokens(alone):

@@ -6,6 +6,7 @@
 //! that Ctrl-C ends them. No thread is started by import.
 
 mod arrays;
+mod barriers;
 mod calls;
 mod context;
 mod detached;
@@ -77,6 +78,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<calls::Output>()?;
     module.add_class::<operators::Plan>()?;
     module.add_class::<operators::Half>()?;
+    module.add_function(wrap_pyfunction!(barriers::barrier, module)?)?;
     module.add_function(wrap_pyfunction!(operators::define_operators, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;

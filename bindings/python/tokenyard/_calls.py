@@ -555,6 +555,11 @@ class AllToAll:
         on = _stream(out, stream)
         self._context.combine_recv(sent, out, accumulate=accumulate, wait_times=wait_times, stream=on)
 
+    def barrier(self, stream: Any = None) -> None:
+        """A barrier of all ranks on their streams: later work of a stream runs after every rank's stream came here.
+        Collective. `stream`: by default the current one. On the CPU device the host waits for it."""
+        _native.barrier(self._context, self._current() if stream is None else _stream(None, stream))
+
     def mask_rank(self, rank: int) -> None:
         """Goes on without a rank, also while a call waits for it, where `missing_ranks` allows that."""
         self._context.mask_rank(rank)

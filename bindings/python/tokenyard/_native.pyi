@@ -28,6 +28,7 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "World",
+    "barrier",
     "define_operators",
     "host", "must_be_main",
     "newest_half",
@@ -42,6 +43,7 @@ __all__ = [
 
 version: str
 
+def barrier(context: Context, stream: int) -> None: ...
 def define_operators() -> bool: ...
 def host() -> str: ...
 def must_be_main() -> None: ...

@@ -279,14 +279,16 @@ class Clock:
         self.on_gpu = on_gpu
         self.events = [_cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
 
-    def time(self, call: Callable[[], Any]) -> Tuple[float, Any]:
-        """The microseconds of a call, and what it returned. On a GPU the host waits for the call."""
+    def time(self, call: Callable[[], Any], align: Callable[[], None]) -> Tuple[float, Any]:
+        """The microseconds of a call, and what it returned. On a GPU the host waits for the call, and `align` enqueues a
+        barrier of the ranks' streams: hosts call some 100 us apart."""
         if not self.on_gpu:
             begin = time.perf_counter_ns()
             result = call()
             return (time.perf_counter_ns() - begin) / 1000, result
         # The stream is kept busy while the host enqueues the call, so that events bound the device's work alone.
         _cuda._sleep(400_000)
+        align()
         self.events[0].record()
         result = call()
         self.events[1].record()
@@ -363,7 +365,7 @@ class Rank:
         poison(got.rows, got.counts, got.scales, got.offsets, got.token_experts, got.token_weights)
         self._wait()
         self.world.barrier()
-        sending, handle = self.clock.time(self.graphs[0].replay if self.graphs else self._dispatch)
+        sending, handle = self.clock.time(self.graphs[0].replay if self.graphs else self._dispatch, self.ep.barrier)
         self._wait()
         if reference is not None:
             absent = ("handle", "payload", "also")
@@ -376,7 +378,7 @@ class Rank:
         poison(self.out)
         self._wait()
         self.world.barrier()
-        back, _ = self.clock.time(self.graphs[1].replay if self.graphs else lambda: self._combine(handle))
+        back, _ = self.clock.time(self.graphs[1].replay if self.graphs else lambda: self._combine(handle), self.ep.barrier)
         self._wait()
         if reference is not None:
             more, error = reference.wrong_sums(rank, self.out.cpu(), self.world.nodes)
