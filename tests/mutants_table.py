@@ -96,7 +96,7 @@ TABLE = [
     ("whole words of a token's own word counted", METADATA, "mask = left < 32 ? (1u << left) - 1 : ~0u;", "mask = ~0u;"),
     ("what repeats noted for a warp's first choice alone", METADATA, "warp_or(here ? times.all : 0)", "(here ? times.all : 0)"),
     ("choices beyond those given are read", METADATA, "takes_any_routing(c) && k >= in.choices) return -1;", "takes_any_routing(c) && k >= c.top_k) return -1;"),
-    ("a repeated expert marked once for each time", METADATA, "} else if (times.before == 0) {", "} else if (times.before < 2) {"),
+    ("an expert marked only where it is repeated", METADATA, "} else if (times.before == 0) {", "} else if (times.before == 1) {"),
     ("planes of a former tile counted", METADATA, "i < planes * (tile.experts + 1) * tile.words;", "i < (tile.experts + 1) * tile.words;"),
     ("repeated experts between nodes refused where they may be", TO_NODES, "once = !repeats_experts(c);", "once = true;"),
     ("repeated experts refused where they may be", METADATA, "u32 first = repeats_experts(c) ? c.top_k : 1;", "u32 first = 1;"),

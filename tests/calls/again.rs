@@ -256,6 +256,43 @@ fn handles_of_two_dispatches_close_the_context() {
     }
 }
 
+/// By the handle that rank 0 gives it waits for rows of rank 1; by the one that rank 1 gives no rows come.
+#[test]
+fn who_waits_for_rows_finds_that_their_source_gave_another_handle() {
+    const MANY: usize = 96;
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |builder| builder.max_tokens_per_rank(MANY).sms(2).timeout(PATIENCE));
+        let [x, rows, idx, weight] =
+            [PITCH, 2 * TOP_K * PITCH, TOP_K * 4, TOP_K * 4].map(|bytes| rig.ep.device().alloc(MANY * bytes).unwrap());
+        weight.write(0, &0.5f32.to_ne_bytes().repeat(MANY * TOP_K)).unwrap();
+        x.fill(0x3f).unwrap();
+        let dispatch = |to: usize| {
+            let first = (to * EXPERTS / 2) as i32;
+            idx.write(0, &[first, first + 1].map(i32::to_ne_bytes).concat().repeat(MANY)).unwrap();
+            let tokens =
+                Tokens::new(x.view(), idx.view(), TokenCount::Host(MANY)).pitch_bytes(PITCH).topk_weight(weight.view());
+            let layout = Layout::Contiguous { align: 1, capacity: 2 * TOP_K * MANY };
+            let output = Output::new(layout, rows.view(), rig.expert_count.view()).pitch_bytes(PITCH);
+            let handle = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            handle
+        };
+        let [across, within] = [dispatch(1 - rig.rank), dispatch(rig.rank)];
+        let handle = if rig.rank == 0 { &across } else { &within };
+        let (new, placed) = (
+            NewRows::new(x.view(), TokenCount::Host(MANY)).pitch_bytes(PITCH),
+            Placed::new(rows.view()).pitch_bytes(PITCH),
+        );
+        rig.ep.dispatch_again(&rig.stream, handle, &new, &placed).unwrap();
+        rig.stream.synchronize(2 * PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, Error::Order { .. }) && text.contains("handles of the same dispatch"), "{text}");
+        world.barrier("all are closed").unwrap();
+    });
+}
+
 #[test]
 fn handles_that_have_no_rows_to_go_to_are_reported() {
     on_ranks(2, |world| {
