@@ -256,9 +256,14 @@ fn handles_of_two_dispatches_close_the_context() {
     }
 }
 
-/// By the handle that rank 0 gives it waits for rows of rank 1; by the one that rank 1 gives no rows come.
+/// By the handle that one rank gives it waits for rows of the other; by the one that the other gives no rows come.
 #[test]
 fn who_waits_for_rows_finds_that_their_source_gave_another_handle() {
+    (0..2).for_each(wait_for_rows_of_another_handle);
+}
+
+/// With two blocks the first places the rows of rank 0, and looks at what the other gave once they are there.
+fn wait_for_rows_of_another_handle(waits: usize) {
     const MANY: usize = 96;
     on_ranks(2, |world| {
         let rig = Rig::with(&world, |builder| builder.max_tokens_per_rank(MANY).sms(2).timeout(PATIENCE));
@@ -279,7 +284,7 @@ fn who_waits_for_rows_finds_that_their_source_gave_another_handle() {
             handle
         };
         let [across, within] = [dispatch(1 - rig.rank), dispatch(rig.rank)];
-        let handle = if rig.rank == 0 { &across } else { &within };
+        let handle = if rig.rank == waits { &across } else { &within };
         let (new, placed) = (
             NewRows::new(x.view(), TokenCount::Host(MANY)).pitch_bytes(PITCH),
             Placed::new(rows.view()).pitch_bytes(PITCH),
