@@ -174,9 +174,9 @@ fn large_and_crooked_writes_arrive_whole() {
 #[test]
 fn slots_of_requests_in_several_parts_come_around() {
     // One after the other, so that groups work side by side, and small writes are over before large ones; the last is
-    // large, so that a late part of it is noticed as missing.
-    const SIZES: [usize; 5] = [24_000, 16, 8_000, 1, 40_000];
-    const BYTES: usize = 72_017;
+    // so large that its parts take longer than this thread takes to look at them: a late one is noticed as missing.
+    const SIZES: [usize; 5] = [24_000, 16, 8_000, 1, 400_000];
+    const BYTES: usize = 432_017;
     let mut pair = Pair::new(BYTES);
     // More than twice the slots, so that each is used again.
     for round in 0..120 {
