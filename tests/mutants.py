@@ -85,7 +85,7 @@ def run_whole(command, folder, environment, limit):
 
 def run_tests(command, folder, environment, limit):
     """Runs a test program by cargo, up to the first test that fails: others may hang until their deadlines."""
-    with tempfile.TemporaryFile("w+", errors="replace") as out:
+    with tempfile.TemporaryFile() as out:
         process, ends, failed = None, time.monotonic() + limit, None
         try:
             process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, stdout=out, stderr=subprocess.STDOUT)
@@ -105,8 +105,8 @@ def run_tests(command, folder, environment, limit):
 
 
 def text_of(file):
-    file.seek(0)
-    return file.read()
+    """What is in a file so far; the program that writes it goes on where it was, as both have one position."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 class Worker:
