@@ -273,9 +273,9 @@ class Worker:
         separate = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if separate or name in STATED else schedules
 
-    def caught_by(self, checks, longest=LONGEST_CHECK, hangs_are_caught=True):
+    def caught_by(self, checks, longest=LONGEST_CHECK, hangs_are_caught=True, run_tests=run_tests):
         """The name of the check that fails, with its last line, or None; no name if its test program does not build, or
-        if it passes its limit and that proves nothing."""
+        if it passes its limit and that proves nothing. `run_tests` runs a test program."""
         for name, command in checks:
             limit = max(longest, SLOWER * self.took.get(name, 0))
             # Apart from the check, whose limit a build of a whole test program may pass: that would look like a catch.
@@ -378,7 +378,8 @@ def prepare(mutants, resumes):
         checks = worker.checks_of_all(mutants)
         while not problems and (number := next_of(waiting)) is not None:
             start = time.time()
-            if (false_alarm := worker.caught_by([checks[number]], LONGEST_BUILD)) is not None:
+            # To its end, so that it says why.
+            if (false_alarm := worker.caught_by([checks[number]], LONGEST_BUILD, run_tests=run_whole)) is not None:
                 problems.append(f"the suite fails without any mutant: {false_alarm}")
             elif resumes:
                 with PASSED.open("a") as file:
