@@ -4,9 +4,9 @@
 
 A rank is a thread; all share one GPU. The host's time is that around a call, the device's work excluded: calls of a kind go
 sixteen times in a row, one kind after the other, and between them the host waits for the device outside of the clock, so
-that no call waits for room in the launch queue. Beside them: a launch of torch's smallest kernel, operators in C and in
-Python that do nothing, a call of torch that launches one small kernel, and one that allocates. The graph holds a dispatch
-and a combine: benches/host_cost.rs replays the same one without Python. Beside its replay stands what the program measures of the
+that no call waits for room in the launch queue. Beside them: a launch of torch's smallest kernel, the same calls through
+torch's operators in C, operators in C and in Python that do nothing, a call of torch that launches one small kernel, and one
+that allocates. The graph holds a dispatch and a combine: benches/host_cost.rs replays the same one without Python. Beside its replay stands what the program measures of the
 same shape (`bench --mode graph`), whose dispatch and combine are timed apart.
 DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. The operators' rows are of the same
 context; `deep_ep`'s are of low-latency calls, bf16 rows quantised on their way, with and without a hook.
@@ -117,16 +117,20 @@ class Rank:
         x, ids, weights, scales = self.x, self.ids, self.weights, self.scales
         room = self.ep.plan(0, "contiguous", 1, None)
         # Of torch 2.11 and later.
-        dispatch_in_c, combine_in_c = _eager._DISPATCH, _eager._COMBINE
-        into, sums_into = _eager._DISPATCH_INTO, _eager._COMBINE_INTO
+        dispatch, combine, into, sums_into = _eager._DISPATCH, _eager._COMBINE, _eager._DISPATCH_INTO, _eager._COMBINE_INTO
+        operators = torch.ops.tokenyard
         got, given = self.got, ops.Dispatched(self.got.rows, self.got.counts, None, self.args.tokens)
         in_c = [
-            {"its operator": lambda _: dispatch_in_c(x, ids, weights, scales, room | 3)[0],
-             "combine's operator": lambda got: combine_in_c(self.rows, got[0], self.rows, self.args.tokens << 1)},
-            {"into's operator": lambda _: into(
+            {"its function": lambda _: dispatch(x, ids, weights, scales, room | 3)[0],
+             "combine's function": lambda got: combine(self.rows, got[0], self.rows, self.args.tokens << 1)},
+            {"into's function": lambda _: into(
                 x, ids, weights, scales, got.rows, got.counts, got.scales, got.offsets, x, room | 15)[0][0],
-             "combine into's operator": lambda handle: sums_into(self.rows, handle, self.rows, self.out, 0)},
-            {"an empty operator in C": lambda _: dispatch_in_c(x, ids, weights, scales, 0)},
+             "combine into's function": lambda handle: sums_into(self.rows, handle, self.rows, self.out, 0)},
+            {"an empty function": lambda _: dispatch(x, ids, weights, scales, 0)},
+            {"its operator": lambda _: operators._dispatch.default._op(x, ids, weights, scales, room | 3)[0],
+             "combine's operator": lambda got: operators._combine.default._op(
+                 self.rows, got[0], self.rows, self.args.tokens << 1)},
+            {"an empty operator in C": lambda _: operators._dispatch.default._op(x, ids, weights, scales, 0)},
         ] if _eager.DEFINED else []
 
         def combine_ll(found, **options):

@@ -22,7 +22,7 @@ import time
 import python_cost
 
 PERIOD_US = 100
-CALLS = ("deep_ep LL dispatch", "deep_ep LL combine", "its operator", "combine's operator", "into's operator", "an empty launch")
+CALLS = ("deep_ep LL dispatch", "deep_ep LL combine", "its function", "combine's function", "into's function", "an empty launch")
 
 
 def arguments():

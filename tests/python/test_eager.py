@@ -49,6 +49,25 @@ def is_inside(tensor):
     return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
+# Attributes of `_eager`, and the operators whose calls they make.
+CALLS = {
+    "_DISPATCH": "_dispatch", "_DISPATCH_INTO": "_dispatch_into", "_COMBINE": "_combine", "_COMBINE_INTO": "_combine_into",
+    "LOW_LATENCY_DISPATCH": "_low_latency_dispatch", "_LOW_LATENCY_SEND": "_low_latency_send",
+    "_LOW_LATENCY_SEND_BACK": "_low_latency_send_back", "_LOW_LATENCY_COMBINE": "_low_latency_combine",
+}
+
+
+@pytest.fixture(params=["functions", "operators"], autouse=True)
+def way(request, monkeypatch):
+    """Calls go by functions, and once more by torch's operators, which are for profiles."""
+    if request.param == "operators":
+        if VERSION < (2, 11):
+            pytest.skip("torch before 2.11 has no such interface: install a later one")
+        for attribute, name in CALLS.items():
+            monkeypatch.setattr(_eager, attribute, getattr(torch.ops.tokenyard, name).default._op)
+    return request.param
+
+
 @pytest.fixture
 def python_alone(monkeypatch):
     """A way to have calls go through operators in Python."""
@@ -62,6 +81,86 @@ def python_alone(monkeypatch):
 def test_they_are_there_from_torch_2_11_on():
     assert _eager.DEFINED == (VERSION >= (2, 11))
     assert _native.define_operators() == _eager.DEFINED
+
+
+@needs_them
+def test_calls_go_by_functions_but_where_a_profiler_runs(way):
+    if way == "operators":
+        pytest.skip("the functions alone look for a profiler")
+    for attribute, name in CALLS.items():
+        assert getattr(_eager, attribute) is getattr(_native, "direct" + name)
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+
+        def calls():
+            got = ops.dispatch(ep, x, ids, weights)
+            sums = ops.combine(got.rows, got)
+            handle = ops.dispatch_into(ep, got.rows, got.counts, x, ids, weights, offsets=got.offsets)
+            ops.combine_into(sums, got.rows, got._replace(handle=handle))
+            done(ep)
+            return got.rows, sums
+
+        wanted = calls()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            seen = calls()
+        names = [event.name for event in profile.events()]
+        for name in ("_dispatch", "_combine", "_dispatch_into", "_combine_into"):
+            assert names.count(f"tokenyard::{name}") == 1, names
+        for a, b in zip(wanted, seen):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@needs_them
+def test_functions_take_no_arguments_but_tensors():
+    """Whatever they are given in place of these, nothing is called."""
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        plan = ep.plan(0, "contiguous", 1, None)
+        got = ops.dispatch(ep, x, ids, weights)
+        out = torch.empty_like(x)
+        before = _native.operator_handles()
+
+        class Other(torch.Tensor):
+            pass
+
+        def none(call, *given):
+            made, number = call(*given)
+            assert made == [] and number <= 0
+            raised = _native.take_pending(-number)
+            assert (raised is not None) == (number < 0)
+            assert raised is None or isinstance(raised, (TypeError, ValueError)), raised
+
+        odd = [
+            None, 7, "x", object(), [1.0], x.to_sparse(), torch.empty_like(x, device="meta"), x.to(torch.complex64),
+            torch._neg_view(x), torch.empty(0, device=DEVICE),
+        ]
+        for value in odd:
+            for given in ((value, ids, weights, x), (x, value, weights, x), (x, ids, value, x)):
+                none(_native.direct_dispatch, *given, plan | 1)
+            for given in ((value, got.handle, weights), (got.rows, value, weights)):
+                none(_native.direct_combine, *given, case.tokens << 1)
+                none(_native.direct_combine_into, *given, out, 0)
+            none(_native.direct_combine_into, got.rows, got.handle, weights, value, 0)
+        # Of a plan, all the rest are none of the call's.
+        made, number = _native.direct_dispatch(x.as_subclass(Other), ids, weights, None, plan | 1)
+        assert number == 0 and len(made) > 1
+        for number in (0, 3, -1, 1 << 62, (1 << 63) - 1, -(1 << 63)):
+            none(_native.direct_dispatch, x, ids, weights, x, number)
+            none(_native.direct_low_latency_dispatch, x, ids, number)
+            none(_native.direct_low_latency_send_back, x, ids, weights, number)
+        with pytest.raises(OverflowError):
+            _native.direct_dispatch(x, ids, weights, x, 1 << 63)
+        with pytest.raises(TypeError):
+            _native.direct_combine_into(got.rows, got.handle, weights, out)
+        assert _native.direct_combine_into(got.rows, got.handle, None, out, 0)[0] == [out]
+        del made
+        gc.collect()
+        done(ep)
+        assert _native.operator_handles() == before
 
 
 @needs_them

@@ -1,5 +1,6 @@
 """Low-latency calls of `deep_ep` by operators in C: that they are used, and bring and refuse what calls in Python do."""
 
+import copy
 import gc
 import signal
 import threading
@@ -15,7 +16,7 @@ from rig import Case, settle, the_torch
 torch = the_torch()
 
 from torch._subclasses import FakeTensorMode  # noqa: E402: after torch
-from test_eager import is_inside, needs_them, of_ranks, python_alone  # noqa: E402, F401: after torch, and a fixture
+from test_eager import is_inside, needs_them, of_ranks, python_alone, way  # noqa: E402, F401: after torch, and fixtures
 from test_ops import DEVICE, PLACE, tensors  # noqa: E402
 from tokenyard import _eager, _native, deep_ep, ops  # noqa: E402
 from tokenyard.deep_ep import _planned  # noqa: E402
@@ -380,6 +381,48 @@ def test_small_results_share_memory_in_which_no_rows_lie(options):
     for number, tensor in enumerate((*large, *small)):
         assert bool((tensor.to(torch.float32) == 1 + number).all()), f"another result lies in that of place {number}"
     buffer.destroy()
+
+
+@needs_them
+def test_a_handles_members_are_made_when_they_are_looked_at():
+    case, buffer, x, ids, weights = one_rank()
+    for _ in range(2):
+        rows, counts, handle, *_ = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, use_fp8=False)
+    settle(DEVICE)
+    assert handle.made is not None and handle._beside == ()
+    source, ranges, *shape = handle
+    assert shape == [case.tokens, case.hidden, case.experts] == list(handle[2:]) and len(handle) == 5
+    # The same ones each time.
+    assert handle[0] is source and handle[-4] is ranges and tuple(handle)[1] is ranges and handle[:1][0] is source
+    assert (handle + (7,))[5] == 7 and (handle + (7,))[0] is source
+    assert "tensor(" in repr(handle)
+    again = copy.copy(handle)
+    assert again[0].data_ptr() == source.data_ptr() and again.planned is handle.planned
+    came = counts.tolist()
+    del rows, counts
+    gc.collect()
+    # By the routing alone: one rank, whose tokens come in their order.
+    for expert, rows in enumerate(came):
+        wanted = (ids == expert).any(1).nonzero().flatten().tolist()
+        assert sorted(source[expert, :rows].tolist()) == wanted and int(ranges[expert, 0]) == rows
+
+
+@needs_them
+def test_outputs_that_are_hidden_lie_beside_others():
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        outputs = [("rows", (4, 5, 256), "fp32"), ("counts", (4,), "i32"), ("source", (20, 2), "i32")]
+
+        def plan(**more):
+            return ep.prepare(ep.format, "masked", outputs, **more)
+
+        assert plan(together=[["source", "counts"]], hidden=["source"]).place("counts") == 512
+        assert plan(together=[["counts", "source"]], hidden=["source"]).place("source") == 512
+        assert plan().place("counts") == 0 and plan().place("scales") is None
+        for more in ({}, {"together": [["source"]]}, {"together": [["source", "counts"]], "hidden": ["source", "counts"]}):
+            with pytest.raises(ValueError, match="shares memory with no output that is returned"):
+                plan(**{"hidden": ["source"]} | more)
 
 
 def unusual(x, ids):

@@ -184,6 +184,12 @@ impl Array {
         Array { name, owner: None, capsule: None, pointer, shape, strides, element, place }
     }
 
+    /// The same, of a tensor that the caller keeps. None of one whose memory something else keeps.
+    pub fn lent(mut self) -> Option<Array> {
+        self.owner = None;
+        self.capsule.is_none().then_some(self)
+    }
+
     fn described(
         name: &'static str,
         value: &Bound<'_, PyAny>,
@@ -302,6 +308,10 @@ impl Array {
     }
 
     /// Where it lies.
+    pub fn address(&self) -> u64 {
+        self.pointer
+    }
+
     pub fn place(&self) -> Place {
         self.place
     }

@@ -80,6 +80,15 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<operators::Half>()?;
     module.add_function(wrap_pyfunction!(barriers::barrier, module)?)?;
     module.add_function(wrap_pyfunction!(operators::define_operators, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_calls, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_dispatch, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_dispatch_into, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_combine, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_combine_into, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_low_latency_dispatch, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_low_latency_combine, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_low_latency_send, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::direct_low_latency_send_back, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;

@@ -2,7 +2,7 @@
 
 `ops` asks for them first, since torch's way through an operator in Python, and outputs that are made one by one in
 Python, take the host longer than the call itself. They need torch 2.11 or later: `DEFINED` says whether this one has the
-interface.
+interface. So does torch's way through an operator in C: functions make the same calls without it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,43 @@ DEFINED: bool = _native.define_operators()
 _forward: Any = torch.autograd.forward_ad
 _C: Any = torch._C
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_trace, _transform = _C._get_tracing_state, _C._functorch.peek_interpreter_stack
 _WEIGHTS, _SCALES, _ROW_SCALES, _FIRST, _SECOND = 1, 2, 4, 8, 16
 _ACCUMULATE = 2
 
 
-def _operator(name: str) -> Any:
-    """What torch calls, without its layer in Python."""
-    return getattr(torch.ops.tokenyard, name).default._op if DEFINED else None
+_NAMES = (
+    "_dispatch", "_dispatch_into", "_combine", "_combine_into", "_low_latency_dispatch", "_low_latency_send",
+    "_low_latency_send_back", "_low_latency_combine",
+)
 
 
-_DISPATCH, _DISPATCH_INTO = _operator("_dispatch"), _operator("_dispatch_into")
-_COMBINE, _COMBINE_INTO = _operator("_combine"), _operator("_combine_into")
-_LOW_LATENCY_COMBINE = _operator("_low_latency_combine")
-_LOW_LATENCY_SEND, _LOW_LATENCY_SEND_BACK = _operator("_low_latency_send"), _operator("_low_latency_send_back")
+def _calls() -> List[Any]:
+    """What makes the calls, by these names: functions, or what torch calls for operators, without its layer in
+    Python."""
+    if not DEFINED:
+        return [None] * len(_NAMES)
+    operators = [getattr(torch.ops.tokenyard, name).default._op for name in _NAMES]
+    direct = _native.direct_calls(operators)
+    return [getattr(_native, "direct" + name) for name in _NAMES] if direct else operators
 
-LOW_LATENCY_DISPATCH = _operator("_low_latency_dispatch")
-"""Takes tokens, their choices and a plan. Returns the plan's outputs and the handle's number for `taken_handle`; one that
-is not positive is for `low_latency_made`. Tensors that are not as low-latency calls have them make nothing."""
+
+(
+    _DISPATCH, _DISPATCH_INTO, _COMBINE, _COMBINE_INTO, LOW_LATENCY_DISPATCH, _LOW_LATENCY_SEND, _LOW_LATENCY_SEND_BACK,
+    _LOW_LATENCY_COMBINE,
+) = _calls()
+"""`LOW_LATENCY_DISPATCH` takes tokens, their choices and a plan. It returns the plan's outputs and the handle's number for
+`taken_handle`; one that is not positive is for `low_latency_made`. Tensors that are not as low-latency calls have them
+make nothing."""
 
 
 def plain(*tensors: Optional[torch.Tensor]) -> bool:
     """Whether a call with these tensors is one for them: nothing traces, transforms or differentiates it."""
-    if not DEFINED or torch.compiler.is_compiling() or _C._len_torch_dispatch_stack() or _C._get_tracing_state():
+    if not DEFINED or _is_compiling() or _dispatch_modes() or _function_modes() or _trace() or _transform():
         return False
-    if _C._len_torch_function_stack() or _forward._current_level >= 0 or _C._functorch.peek_interpreter_stack():
+    if _forward._current_level >= 0:
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or (tensor.requires_grad and torch.is_grad_enabled())):

@@ -9,6 +9,7 @@ use crate::errors;
 use crate::formats::Format;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use std::any::Any;
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokenyard::{CombineSent, Combined, Layout, Output, Sent};
@@ -23,7 +24,7 @@ pub(crate) struct Half {
 struct Inner {
     sent: Way,
     /// What the call reads, if it goes in several rounds.
-    reads: Vec<Tensor>,
+    reads: Box<dyn Any + Send>,
     /// What it writes, and where that was when it was sent.
     writes: Vec<(Tensor, Option<u64>)>,
 }
@@ -48,14 +49,14 @@ pub(super) struct CombineHalf {
     pub to: Combined,
 }
 
-type Used = (Vec<Tensor>, Vec<(Tensor, Option<u64>)>);
+type Used = (Box<dyn Any + Send>, Vec<(Tensor, Option<u64>)>);
 
 thread_local! {
     static UNTAKEN: RefCell<Untaken<Half>> = const { RefCell::new(Untaken::new()) };
 }
 
 /// A number for a half, from 1, until `taken_half` takes it on this thread.
-pub(super) fn number(core: Arc<Core>, sent: Way, reads: Vec<Tensor>, writes: Vec<Tensor>) -> i64 {
+pub(super) fn number(core: Arc<Core>, sent: Way, reads: Box<dyn Any + Send>, writes: Vec<Tensor>) -> i64 {
     let placed = |tensor: Tensor| {
         let address = tensor.memory();
         (tensor, address)

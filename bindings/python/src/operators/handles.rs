@@ -5,7 +5,7 @@
 //! that is there, below those that bindings/python/tokenyard/ops.py gives.
 
 use super::shim::{Shim, Tensor};
-use crate::arrays::{Element, Place};
+use crate::arrays::{Array, Element, Place};
 use crate::context::{Core, Handle, Parts};
 use pyo3::prelude::*;
 use std::cell::RefCell;
@@ -123,13 +123,12 @@ impl Slot {
 }
 
 /// What a tensor stands for.
-pub(super) fn found(tensor: &Tensor) -> Option<Arc<Kept>> {
-    let array = tensor.array("handle")?;
+pub(super) fn found(array: &Array) -> Option<Arc<Kept>> {
     if array.element != Element::I64 || array.shape() != [1] {
         return None;
     }
     // Of a tensor whose storage was freed it is 0.
-    let address = tensor.address().filter(|address| *address != 0)?;
+    let address = Some(array.address()).filter(|address| *address != 0)?;
     let key = match array.place() {
         // SAFETY: the tensor has one number of this type, which nobody writes.
         Place::Cpu => unsafe { (address as *const i64).read() },

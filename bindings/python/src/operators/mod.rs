@@ -5,7 +5,10 @@
 //!
 //! A call has no Python in it: torch gives back the interpreter's lock, and on a GPU the kernel takes it for errors
 //! alone. It returns no tensors where the call is none for it, or raises something, which `take_pending` then has.
+//! `direct` has the same calls as functions.
 
+mod arguments;
+mod direct;
 mod halves;
 mod handles;
 mod shim;
@@ -16,10 +19,12 @@ use super::context::{Context, Core, Inside, Open, Parts};
 use super::errors;
 use super::formats::Format;
 use super::lock::with_lock;
+use arguments::{Arguments, again};
 use handles::{Slot, Untaken};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use shim::{Shim, Tensor, shim};
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -28,6 +33,10 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokenyard::{Dtype, Layout, Stream};
 
+pub(super) use direct::{
+    direct_calls, direct_combine, direct_combine_into, direct_dispatch, direct_dispatch_into,
+    direct_low_latency_combine, direct_low_latency_dispatch, direct_low_latency_send, direct_low_latency_send_back,
+};
 pub(super) use halves::{Half, newest_half, taken_half};
 pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
 
@@ -117,11 +126,13 @@ struct Results {
     tensors: Vec<Tensor>,
     /// The number of its handle, where that is none of the tensors.
     number: i64,
+    /// The place of an argument that is returned in place of tensors.
+    returned: Option<usize>,
 }
 
 impl From<Vec<Tensor>> for Results {
     fn from(tensors: Vec<Tensor>) -> Results {
-        Results { tensors, number: 0 }
+        Results { tensors, ..Results::default() }
     }
 }
 
@@ -152,23 +163,29 @@ fn settled(outcome: Outcome) -> Results {
     results
 }
 
+/// Does a call, which may panic, and notes what it raised.
+fn outcome_of(work: impl FnOnce() -> Outcome) -> Results {
+    let outcome = catch_unwind(AssertUnwindSafe(work));
+    settled(outcome.unwrap_or_else(|_| {
+        Err(Failure::Raised(PyRuntimeError::new_err("an operator panicked: report it, with the call")))
+    }))
+}
+
 /// Runs a kernel: `count` tensors and a number become a list, and a number behind it, which is negative if something
 /// was raised.
 ///
 /// # Safety
 /// `stack` is that of a kernel with these arguments and two results of types Tensor[] and int.
-unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, [Tensor; N], i64) -> Outcome) {
+unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, &Arguments<'_, N>, i64) -> Outcome) {
     let Some(shim) = shim() else { return };
     // SAFETY: passed on to the caller.
     let (tensors, number) = unsafe {
         let tensors: [Tensor; N] = std::array::from_fn(|place| shim.taken(stack.add(place).read()));
         (tensors, stack.add(N).read() as i64)
     };
-    let outcome = catch_unwind(AssertUnwindSafe(|| work(shim, tensors, number)));
-    let outcome = outcome.unwrap_or_else(|_| {
-        Err(Failure::Raised(PyRuntimeError::new_err("an operator panicked: report it, with the call")))
-    });
-    let Results { tensors, number } = settled(outcome);
+    let arguments = Arguments::OfTorch(tensors);
+    let Results { mut tensors, number, returned } = outcome_of(|| work(shim, &arguments, number));
+    tensors.extend(returned.and_then(|place| arguments.tensor(place)));
     let (list, number) = match shim.list(tensors) {
         Some(list) => (list, number),
         None => (shim.list(Vec::new()).unwrap_or(0), number.min(0)),
@@ -241,6 +258,8 @@ struct Made {
     offset: i64,
     /// What is returned in place of the whole memory.
     seen: Option<Seen>,
+    /// Nothing is returned: it lies in memory of another output that is.
+    hidden: bool,
 }
 
 /// A view, whose offset is that in its memory, in bytes.
@@ -269,7 +288,7 @@ struct Prepared {
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Plan {
     number: i64,
-    _prepared: Arc<Prepared>,
+    prepared: Arc<Prepared>,
 }
 
 static PLANS: Mutex<Option<HashMap<i64, Weak<Prepared>>>> = Mutex::new(None);
@@ -321,10 +340,11 @@ impl Plan {
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs that share one memory in
     /// this order, in groups, since each memory takes time to make. torch may make the last of a group larger.
+    /// `hidden`: outputs that are not returned, as others share their memory; `place` says where they are.
     /// `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
-        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None,
+        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None, hidden=None,
         drop_overflow=false,
     ))]
     // The parameters are Python's.
@@ -339,6 +359,7 @@ impl Plan {
         column_major: bool,
         views: Option<Vec<View>>,
         together: Option<Vec<Vec<String>>>,
+        hidden: Option<Vec<String>>,
         drop_overflow: bool,
     ) -> PyResult<Plan> {
         let groups = together.unwrap_or_default();
@@ -356,7 +377,8 @@ impl Plan {
             let (sizes, strides) = (signed(shape)?, signed(&packed(shape, 1))?);
             let Some(group) = groups.iter().position(|group| group.iter().any(|shares| shares == name)) else {
                 memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
-                return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
+                let memory = memories.len() - 1;
+                return Ok(Made { name, sizes, strides, element, memory, offset: 0, seen: None, hidden: false });
             };
             let memory = *shared[group].get_or_insert_with(|| {
                 memories.push(Memory { sizes: vec![0], strides: vec![1], element: Element::U8 });
@@ -372,7 +394,7 @@ impl Plan {
             let end = bytes(shape, element).and_then(|own| offset.checked_add(own)).ok_or_else(too_large)?;
             memories[memory].sizes[0] = memories[memory].sizes[0].max(end);
             let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
-            Ok(Made { name, sizes, strides, element, memory, offset, seen })
+            Ok(Made { name, sizes, strides, element, memory, offset, seen, hidden: false })
         };
         let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
@@ -389,6 +411,16 @@ impl Plan {
                 offset.ok_or_else(|| PyValueError::new_err(format!("a view of {name} begins too far behind it")))?;
             output.seen = Some(Seen { sizes, strides, offset });
         }
+        for name in hidden.unwrap_or_default() {
+            for output in made.iter_mut().filter(|made| made.name == name) {
+                output.hidden = true;
+            }
+        }
+        let kept = |output: &Made| made.iter().any(|other| other.memory == output.memory && !other.hidden);
+        if let Some(lost) = made.iter().find(|output| !kept(output)) {
+            let name = lost.name;
+            return Err(PyValueError::new_err(format!("{name} shares memory with no output that is returned")));
+        }
         let context = number;
         let prepared = Prepared { core, context, format, layout, place, memories, made, column_major, drop_overflow };
         let prepared = Arc::new(prepared);
@@ -396,7 +428,7 @@ impl Plan {
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let mut plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
         plans.get_or_insert_with(HashMap::new).insert(number, Arc::downgrade(&prepared));
-        Ok(Plan { number, _prepared: prepared })
+        Ok(Plan { number, prepared })
     }
 
     /// What operators take, with flags in the lowest five bits: 1 with weights, 2 with scales; and of outputs of the
@@ -404,6 +436,11 @@ impl Plan {
     #[getter]
     fn number(&self) -> i64 {
         self.number << PLAN_FLAGS
+    }
+
+    /// Where an output begins in its memory, in bytes.
+    fn place(&self, name: &str) -> Option<i64> {
+        self.prepared.made.iter().find(|made| made.name == name).map(|made| made.offset)
     }
 }
 
@@ -429,26 +466,24 @@ fn must_be_inside(output: &Made, sizes: &[i64], strides: &[i64], offset: i64) ->
     Err(PyValueError::new_err(format!("a view {sizes:?} of {} is not inside {:?}", output.name, output.sizes)))
 }
 
-/// An argument that Python knows more of is none for these operators.
-fn read(name: &'static str, tensor: &Tensor) -> Result<Array, Failure> {
-    tensor.array(name).ok_or(Failure::NotHere)
-}
-
-/// Runs a call on the stream that is current, and on the CPU device to its end. `work` looks at the tensors, which may
-/// get other memory while another thread's call is waited for, enqueues the call, and returns what it made. `given`:
-/// the tensors that the call has besides.
-fn on_device(
+/// Runs a call on the stream that is current, and on the CPU device to its end. `work` is given what the arguments with
+/// names say, which may get other memory while another thread's call is waited for, enqueues the call, and returns what
+/// it made.
+fn on_device<const N: usize>(
     shim: &'static Shim,
     core: &Core,
-    given: &[Tensor],
-    work: impl FnOnce(&Open, &Stream) -> Result<Results, Failure> + Send,
+    arguments: &Arguments<'_, N>,
+    names: [Option<&'static str>; N],
+    work: impl FnOnce([Option<Array>; N], &Open, &Stream) -> Result<Results, Failure> + Send,
 ) -> Outcome {
     let Some(ordinal) = core.ordinal() else {
         let done = with_lock(|py| {
             let (ep, stream, _held) = core.begin(py, 0)?;
+            let arrays = arguments.arrays(names)?;
             // Other threads may hold what it needs for a moment.
-            let made = py.detach(|| work(&ep, &stream))?;
-            let raised = core.finished_with(py, &ep, || Box::new(again(given.iter().chain(&made.tensors)))).err();
+            let made = py.detach(|| work(arrays, &ep, &stream))?;
+            let used = || -> Box<dyn Any + Send> { Box::new((arguments.again(), again(&made.tensors))) };
+            let raised = core.finished_with(py, &ep, used).err();
             Ok((made, raised))
         });
         return done.unwrap_or(Err(Failure::NotHere));
@@ -461,62 +496,60 @@ fn on_device(
     let stream = shim.current_stream(ordinal).ok_or(Failure::NotHere)?;
     // SAFETY: torch's streams live as long as the process.
     let stream = unsafe { ep.device.stream_from_raw(stream) }?;
-    Ok((work(&ep, &stream)?, None))
+    let arrays = arguments.arrays(names)?;
+    let made = match arguments.lock() {
+        // As above.
+        Some(py) => py.detach(|| work(arrays, &ep, &stream)),
+        None => work(arrays, &ep, &stream),
+    };
+    Ok((made?, None))
 }
 
-/// Further references to tensors.
-fn again<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<Tensor> {
-    tensors.into_iter().filter_map(Tensor::again).collect()
+/// The name of an argument that a call has if a flag says so.
+fn flagged(flags: i64, flag: i64, name: &'static str) -> Option<&'static str> {
+    (flags & flag != 0).then_some(name)
 }
 
-/// What a dispatch is given, by the flags of its plan.
-fn given(tensors: &[Tensor], plan: i64) -> Result<Given, Failure> {
-    let [x, topk_idx, topk_weights, scales, ..] = tensors else { return Err(Failure::NotHere) };
-    Ok(Given {
-        x: read("x", x)?,
-        topk_idx: read("topk_idx", topk_idx)?,
-        topk_weights: flagged(plan, WEIGHTS, "topk_weights", topk_weights)?,
-        scales: flagged(plan, SCALES, "scales", scales)?,
-        count: None,
-        payload: None,
-    })
+/// What a dispatch is given.
+fn given(arrays: [Option<Array>; 4]) -> Result<Given, Failure> {
+    let [Some(x), Some(topk_idx), topk_weights, scales] = arrays else { return Err(Failure::NotHere) };
+    Ok(Given { x, topk_idx, topk_weights, scales, count: None, payload: None })
 }
 
-/// A tensor that a call has if a flag says so.
-fn flagged(flags: i64, flag: i64, name: &'static str, tensor: &Tensor) -> Result<Option<Array>, Failure> {
-    if flags & flag == 0 { Ok(None) } else { read(name, tensor).map(Some) }
-}
-
-fn dispatched(shim: &'static Shim, tensors: [Tensor; 4], plan: i64) -> Outcome {
+fn dispatched(shim: &'static Shim, arguments: &Arguments<'_, 4>, plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let work = |ep: &Open, stream: &Stream| {
-        let given = given(&tensors, plan)?;
+    let [weights, scales] = [flagged(plan, WEIGHTS, "topk_weights"), flagged(plan, SCALES, "scales")];
+    let work = |arrays: [_; 4], ep: &Open, stream: &Stream| {
+        let given = given(arrays)?;
         let slot = handles::slot(shim, &prepared.core).ok_or(Failure::NotHere)?;
         let (mut made, parts) = prepared.dispatch(shim, ep, stream, &given)?;
         made.insert(0, prepared.handle(slot, parts));
         Ok(made.into())
     };
-    // What torch was given lasts as long as the tensors of the call.
-    on_device(shim, &prepared.core, &tensors, work)
+    on_device(shim, &prepared.core, arguments, [Some("x"), Some("topk_idx"), weights, scales], work)
 }
 
 /// A dispatch whose handle is a number.
-fn low_latency_dispatched(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
+fn low_latency_dispatched(shim: &'static Shim, arguments: &Arguments<'_, 2>, plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let work = |ep: &Open, stream: &Stream| {
-        let (tensors, parts) = prepared.dispatch(shim, ep, stream, &prepared.low_latency_given(&tensors)?)?;
+    let work = |arrays: [_; 2], ep: &Open, stream: &Stream| {
+        let (tensors, parts) = prepared.dispatch(shim, ep, stream, &prepared.low_latency_given(arrays)?)?;
         let (core, layout) = (prepared.core.clone(), calls::layout_name(prepared.layout));
         let handle = handles::numbered(core, prepared.context, layout, parts);
-        Ok(Results { tensors, number: handles::number(handle) })
+        Ok(Results { tensors, number: handles::number(handle), returned: None })
     };
-    on_device(shim, &prepared.core, &tensors, work)
+    on_device(shim, &prepared.core, arguments, LOW_LATENCY, work)
 }
 
+/// What a low-latency dispatch is given.
+const LOW_LATENCY: [Option<&str>; 2] = [Some("x"), Some("topk_idx")];
+
 /// Its sending half.
-fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Outcome {
+fn low_latency_sent(shim: &'static Shim, arguments: &Arguments<'_, 2>, plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let work = |ep: &Open, stream: &Stream| {
-        let given = prepared.low_latency_given(&tensors)?;
+    let reads = arguments.again();
+    let work = |arrays: [_; 2], ep: &Open, stream: &Stream| {
+        let given = prepared.low_latency_given(arrays)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
         let (made, output, places) = prepared.outputs(shim, &call)?;
@@ -525,31 +558,42 @@ fn low_latency_sent(shim: &'static Shim, tensors: [Tensor; 2], plan: i64) -> Out
         let format = format.clone();
         let half = halves::DispatchHalf { sent, output, context, layout, tokens: room, format, places };
         let sent = halves::Way::Dispatch(Box::new(half));
-        let number = halves::number(core.clone(), sent, again(&tensors), again(&made));
-        Ok(Results { number, tensors: made })
+        let number = halves::number(core.clone(), sent, reads, again(&made));
+        Ok(Results { number, ..Results::from(made) })
     };
-    on_device(shim, &prepared.core, &tensors, work)
+    on_device(shim, &prepared.core, arguments, LOW_LATENCY, work)
 }
 
-fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outcome {
+fn dispatched_into(shim: &'static Shim, arguments: &Arguments<'_, 9>, plan: i64) -> Outcome {
     let prepared = prepared(plan >> PLAN_FLAGS).ok_or(Failure::NotHere)?;
-    let [.., rows, counts, scales, first, second] = &tensors;
-    let names = match prepared.layout {
-        Layout::Token { .. } => ("token_experts", "token_weights"),
-        _ => ("offsets", "token_weights"),
+    let first = match prepared.layout {
+        Layout::Token { .. } => "token_experts",
+        _ => "offsets",
     };
-    let work = |ep: &Open, stream: &Stream| {
-        let given = given(&tensors, plan)?;
-        let mut others = Vec::with_capacity(2);
-        for (flag, name, tensor) in [(FIRST, names.0, first), (SECOND, names.1, second)] {
-            others.extend(flagged(plan, flag, name, tensor)?.map(|array| (name, array)));
-        }
-        let scales = flagged(plan, ROW_SCALES, "scales", scales)?;
+    let [weights, scales] = [flagged(plan, WEIGHTS, "topk_weights"), flagged(plan, SCALES, "scales")];
+    let names = [
+        Some("x"),
+        Some("topk_idx"),
+        weights,
+        scales,
+        Some("rows"),
+        Some("counts"),
+        flagged(plan, ROW_SCALES, "scales"),
+        flagged(plan, FIRST, first),
+        flagged(plan, SECOND, "token_weights"),
+    ];
+    let work = |arrays: [_; 9], ep: &Open, stream: &Stream| {
+        let [x, topk_idx, weights, scales, Some(rows), Some(counts), row_scales, experts, token_weights] = arrays
+        else {
+            return Err(Failure::NotHere);
+        };
+        let given = given([x, topk_idx, weights, scales])?;
+        let others = [(first, experts), ("token_weights", token_weights)].into_iter();
+        let others = others.filter_map(|(name, array)| Some((name, array?))).collect();
         let align = if let Layout::Contiguous { align, .. } = prepared.layout { align } else { 1 };
-        let (layout, rows, counts) =
-            (calls::layout_name(prepared.layout), read("rows", rows)?, read("counts", counts)?);
+        let layout = calls::layout_name(prepared.layout);
         let output =
-            Output::of_arrays(layout, align, rows, counts, scales, others)?.dropping(prepared.drop_overflow)?;
+            Output::of_arrays(layout, align, rows, counts, row_scales, others)?.dropping(prepared.drop_overflow)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
         let to = output.given(&call, 0)?;
@@ -558,14 +602,13 @@ fn dispatched_into(shim: &'static Shim, tensors: [Tensor; 9], plan: i64) -> Outc
         let (format, places) = (prepared.format.clone(), output.places().into());
         Ok(vec![prepared.handle(slot, Parts { inner, tokens: room, format, places })].into())
     };
-    on_device(shim, &prepared.core, &tensors, work)
+    on_device(shim, &prepared.core, arguments, names, work)
 }
 
 impl Prepared {
     /// What a low-latency dispatch is given.
-    fn low_latency_given(&self, [x, topk_idx]: &[Tensor; 2]) -> Result<Given, Failure> {
-        let (x, topk_idx) = (read("x", x)?, read("topk_idx", topk_idx)?);
-        let given = Given { x, topk_idx, topk_weights: None, scales: None, count: None, payload: None };
+    fn low_latency_given(&self, [x, topk_idx]: [Option<Array>; 2]) -> Result<Given, Failure> {
+        let given = given([x, topk_idx, None, None])?;
         self.must_suit(&given)?;
         Ok(given)
     }
@@ -610,7 +653,7 @@ impl Prepared {
         // One more for a handle's tensor.
         let mut made = Vec::with_capacity(1 + self.made.len());
         let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::with_capacity(self.made.len()));
-        for Made { name, sizes, strides, element, memory, offset, seen } in &self.made {
+        for Made { name, sizes, strides, element, memory, offset, seen, hidden } in &self.made {
             let (tensor, address) = &mut memories[*memory];
             let address = *address + *offset as u64;
             let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
@@ -619,6 +662,9 @@ impl Prepared {
                 "counts" => counts = Some(array),
                 "scales" => scales = Some(array),
                 other => others.push((other, array)),
+            }
+            if *hidden {
+                continue;
             }
             let shown = match (seen, tensor.as_ref()) {
                 (Some(seen), Some(tensor)) => tensor.part(seen.offset, *element, &seen.sizes, &seen.strides),
@@ -639,54 +685,69 @@ impl Prepared {
     }
 }
 
-fn combined(shim: &'static Shim, tensors: [Tensor; 3], tokens: i64) -> Outcome {
-    let [rows, handle, topk_weights] = &tensors;
-    // More tokens than the dispatch had are refused elsewhere.
-    let kept = handles::found(handle).filter(|kept| tokens >> 1 <= kept.parts.tokens as i64).ok_or(Failure::NotHere)?;
-    let work = |ep: &Open, stream: &Stream| {
-        Combining::of(rows, topk_weights, tokens)?.sums(shim, &kept, ep, stream, tokens >> 1)
-    };
-    on_device(shim, &kept.core, &tensors, work)
+/// What a handle's tensor stands for.
+fn kept_of<const N: usize>(arguments: &Arguments<'_, N>, place: usize) -> Result<Arc<handles::Kept>, Failure> {
+    let mut names = [None; N];
+    names[place] = Some("handle");
+    let array = arguments.arrays(names)?.into_iter().flatten().next();
+    array.and_then(|array| handles::found(&array)).ok_or(Failure::NotHere)
 }
 
+fn combined(shim: &'static Shim, arguments: &Arguments<'_, 3>, tokens: i64) -> Outcome {
+    // More tokens than the dispatch had are refused elsewhere.
+    let kept = kept_of(arguments, 1)?;
+    if tokens >> 1 > kept.parts.tokens as i64 {
+        return Err(Failure::NotHere);
+    }
+    let work = |[rows, _, weights]: [_; 3], ep: &Open, stream: &Stream| {
+        Combining::of(rows, weights)?.sums(shim, &kept, ep, stream, tokens >> 1)
+    };
+    let names = [Some("rows"), None, flagged(tokens, WEIGHTS, "topk_weights")];
+    on_device(shim, &kept.core, arguments, names, work)
+}
+
+/// What a low-latency combine is given.
+const LOW_LATENCY_BACK: [Option<&str>; 3] = [Some("rows"), Some("topk_idx"), Some("topk_weights")];
+
 /// A combine of a dispatch whose handle is a number.
-fn low_latency_combined(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
+fn low_latency_combined(shim: &'static Shim, arguments: &Arguments<'_, 3>, handle: i64) -> Outcome {
     let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
     let tokens = kept.parts.tokens as i64;
-    let work =
-        |ep: &Open, stream: &Stream| Combining::of_low_latency(&tensors, &kept)?.sums(shim, &kept, ep, stream, tokens);
-    on_device(shim, &kept.core, &tensors, work)
+    let work = |arrays: [_; 3], ep: &Open, stream: &Stream| {
+        Combining::of_low_latency(arrays, &kept)?.sums(shim, &kept, ep, stream, tokens)
+    };
+    on_device(shim, &kept.core, arguments, LOW_LATENCY_BACK, work)
 }
 
 /// Its sending half.
-fn low_latency_sent_back(shim: &'static Shim, tensors: [Tensor; 3], handle: i64) -> Outcome {
+fn low_latency_sent_back(shim: &'static Shim, arguments: &Arguments<'_, 3>, handle: i64) -> Outcome {
     let kept = handles::of_number(handle).ok_or(Failure::NotHere)?;
-    let work = |ep: &Open, stream: &Stream| {
+    let reads = arguments.again();
+    let work = |arrays: [_; 3], ep: &Open, stream: &Stream| {
         let (core, parts) = (&kept.core, &kept.parts);
-        let combining = Combining::of_low_latency(&tensors, &kept)?;
+        let combining = Combining::of_low_latency(arrays, &kept)?;
         let call = core.call_of(ep, &parts.format);
         let out = combining.empty(shim, &kept, parts.tokens as i64)?;
         let weights = combining.weights.as_ref();
         let (from, _) = core.expert_rows(&call, &combining.rows, parts, weights, Some(combining.dtype))?;
-        let to = core.sums(&call, &read("out", &out)?, false, None)?;
+        let to = core.sums(&call, &out.array("out").ok_or(Failure::NotHere)?, false, None)?;
         let sent = ep.combine_send(stream, &parts.inner, &from)?;
         let sent = halves::Way::Combine(Box::new(halves::CombineHalf { sent, to }));
-        let number = halves::number(core.clone(), sent, again(&tensors), again([&out]));
-        Ok(Results { tensors: vec![out], number })
+        let number = halves::number(core.clone(), sent, reads, again([&out]));
+        Ok(Results { number, ..Results::from(vec![out]) })
     };
-    on_device(shim, &kept.core, &tensors, work)
+    on_device(shim, &kept.core, arguments, LOW_LATENCY_BACK, work)
 }
 
-fn combined_into(shim: &'static Shim, tensors: [Tensor; 4], flags: i64) -> Outcome {
-    let [rows, handle, topk_weights, out] = &tensors;
-    let kept = handles::found(handle).ok_or(Failure::NotHere)?;
-    let done = vec![out.again().ok_or(Failure::NotHere)?];
-    let work = |ep: &Open, stream: &Stream| {
-        let (call, to) = (Combining::of(rows, topk_weights, flags)?, read("out", out)?);
-        call.combine(&kept, ep, stream, &to, flags & ACCUMULATE != 0)?;
-        Ok(done.into())
+fn combined_into(shim: &'static Shim, arguments: &Arguments<'_, 4>, flags: i64) -> Outcome {
+    let kept = kept_of(arguments, 1)?;
+    let work = |[rows, _, weights, out]: [_; 4], ep: &Open, stream: &Stream| {
+        let (call, out) = (Combining::of(rows, weights)?, out.ok_or(Failure::NotHere)?);
+        call.combine(&kept, ep, stream, &out, flags & ACCUMULATE != 0)?;
+        Ok(Results { returned: Some(3), ..Results::default() })
     };
-    on_device(shim, &kept.core, &tensors, work)
+    let names = [Some("rows"), None, flagged(flags, WEIGHTS, "topk_weights"), Some("out")];
+    on_device(shim, &kept.core, arguments, names, work)
 }
 
 /// What a combine is given.
@@ -697,17 +758,16 @@ struct Combining {
 }
 
 impl Combining {
-    fn of(rows: &Tensor, weights: &Tensor, flags: i64) -> Result<Combining, Failure> {
-        let (rows, weights) = (read("rows", rows)?, flagged(flags, WEIGHTS, "topk_weights", weights)?);
+    fn of(rows: Option<Array>, weights: Option<Array>) -> Result<Combining, Failure> {
+        let rows = rows.ok_or(Failure::NotHere)?;
         // torch has bf16 of its own.
         let dtype = rows.element.of_sums().filter(|_| rows.element != Element::U16).ok_or(Failure::NotHere)?;
         Ok(Combining { rows, weights, dtype })
     }
 
     /// Of a low-latency combine.
-    fn of_low_latency(tensors: &[Tensor; 3], kept: &handles::Kept) -> Result<Combining, Failure> {
-        let [rows, topk_idx, topk_weights] = tensors;
-        let (ids, call) = (read("topk_idx", topk_idx)?, Combining::of(rows, topk_weights, WEIGHTS)?);
+    fn of_low_latency([rows, ids, weights]: [Option<Array>; 3], kept: &handles::Kept) -> Result<Combining, Failure> {
+        let (ids, call) = (ids.ok_or(Failure::NotHere)?, Combining::of(rows, weights)?);
         let wanted = [kept.parts.tokens, kept.core.top_k()];
         let numbers = matches!(ids.element, Element::I32 | Element::I64);
         // Python knows more of fewer choices, and copies weights. Another number of weights is refused as anywhere.
@@ -728,7 +788,7 @@ impl Combining {
         tokens: i64,
     ) -> Result<Results, Failure> {
         let out = self.empty(shim, kept, tokens)?;
-        self.combine(kept, ep, stream, &read("out", &out)?, false)?;
+        self.combine(kept, ep, stream, &out.array("out").ok_or(Failure::NotHere)?, false)?;
         Ok(vec![out].into())
     }
 

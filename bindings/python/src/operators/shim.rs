@@ -287,6 +287,11 @@ impl Drop for Tensor {
 }
 
 impl Tensor {
+    /// `AtenTensorHandle`: what this one owns.
+    pub fn handle(&self) -> *mut c_void {
+        self.raw
+    }
+
     /// Another reference; None where there is no memory.
     pub fn again(&self) -> Option<Tensor> {
         let mut raw = null_mut();
