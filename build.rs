@@ -3,7 +3,8 @@
 //! Settings, all optional: TOKENYARD_NVCC (path of nvcc, or `none`), TOKENYARD_STRICT=1 (warnings of the host
 //! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_LINT=1 (no kernels at all: for
 //! clippy and rustdoc, which link nothing), TOKENYARD_REGENERATE=1 (stale bindings are about to be rewritten by
-//! tests/rules/ffi.rs, so do not refuse them).
+//! tests/rules/ffi.rs, so do not refuse them), TOKENYARD_OBJECTS (a folder by which builds of several folders share the
+//! host compiler's objects).
 
 #[path = "kernels/ffi/hash.rs"]
 mod hash;
@@ -109,10 +110,9 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     build.cpp(true).std("c++20").opt_level(level).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
-    // Line tables alone, as Cargo.toml asks of rustc: else g++ takes a third longer, for an object thrice as large.
-    if env::var("DEBUG").is_ok_and(|wanted| !["0", "false", "none"].contains(&wanted.as_str())) {
-        build.debug(false).flag("-g1");
-    }
+    // Line tables alone, as Cargo.toml asks of rustc: else g++ takes a third longer, for an object thrice as large. In
+    // every build, so that builds share objects.
+    build.debug(false).flag("-g1");
     if let Some(kinds) = set("TOKENYARD_SANITIZE") {
         build.flag(format!("-fsanitize={kinds}")).flag("-fno-omit-frame-pointer");
         // rustc links without the compiler's default libraries. The sanitizers' runtimes must come first.
@@ -140,22 +140,49 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     println!("cargo::rustc-link-lib=stdc++");
 }
 
-/// The object of a unit and its key: compiled unless it was from the same sources in the same way.
+/// The object of a unit and its key: compiled unless it was from the same sources in the same way, by any build that
+/// shares objects with this one.
 fn object_of(build: &cc::Build, unit: &Path, out: &Path) -> (PathBuf, String) {
     let (object, key_file) = (out.join(flat_name(unit, "o")), out.join(flat_name(unit, "key")));
     let mut build = build.clone();
     let compiler = build.get_compiler();
-    let key = key_of(&format!("{:?} {:?}", compiler.path(), compiler.args()), sources_of(unit).iter());
+    // Warnings change no object.
+    let ways: Vec<_> = compiler.args().iter().filter(|way| *way != "-Werror").collect();
+    let key = key_of(&format!("{:?} {ways:?}", compiler.path()), sources_of(unit).iter());
     if !object.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
         let _ = fs::remove_file(&key_file);
-        for made in build.file(unit).compile_intermediates() {
-            if let Err(why) = fs::rename(&made, &object) {
-                fail(&format!("{} cannot be renamed: {why}", made.display()));
+        let mut compile = || {
+            for made in build.file(unit).compile_intermediates() {
+                if let Err(why) = fs::rename(&made, &object) {
+                    fail(&format!("{} cannot be renamed: {why}", made.display()));
+                }
             }
+        };
+        match set("TOKENYARD_OBJECTS") {
+            Some(folder) => {
+                shared(&Path::new(&folder).join(format!("{key}-{}", flat_name(unit, "o"))), &object, compile)
+            }
+            None => compile(),
         }
         write(&key_file, &key);
     }
     (object, key)
+}
+
+/// Makes a file by a copy of one that other builds share, or by `make`, and then shares it. Builds that want it
+/// meanwhile wait for that. Where the folder cannot be used, nothing is shared.
+fn shared(place: &Path, file: &Path, make: impl FnOnce()) {
+    let _ = place.parent().map(fs::create_dir_all);
+    let lock = fs::File::create(place.with_extension("lock"));
+    let _ = lock.as_ref().map(fs::File::lock);
+    if fs::copy(place, file).is_ok() {
+        return;
+    }
+    make();
+    let whole = place.with_extension("new");
+    if fs::copy(file, &whole).and_then(|_| fs::rename(&whole, place)).is_err() {
+        let _ = fs::remove_file(&whole);
+    }
 }
 
 /// A unit and everything of the repository that it includes, in whatever way it is built.

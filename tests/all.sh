@@ -13,6 +13,7 @@ lacking=()
 started=$SECONDS
 # Nothing is built twice here, but for mutants, which set it themselves.
 export CARGO_INCREMENTAL=0
+export TOKENYARD_OBJECTS=$PWD/target/objects
 # torch is compiled as it is imported for the first time, and hundreds of processes import it.
 unset PYTHONDONTWRITEBYTECODE
 ahead=

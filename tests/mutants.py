@@ -39,6 +39,9 @@ WORKERS = min(os.cpu_count() or 1, 4)
 # since a mutant may leave something unused.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0", "CARGO_INCREMENTAL": "1",
                       "TOKENYARD_MACHINE_SEEDS": "400", "TOKENYARD_STRICT": "0"}
+# The kernels without a mutant are compiled once; those with one share nothing.
+UNCHANGED = QUICK | {"TOKENYARD_OBJECTS": os.environ.get("TOKENYARD_OBJECTS") or str(ROOT / "target" / "objects")}
+QUICK.pop("TOKENYARD_OBJECTS", None)
 # Metadata in several tiles, one of which has a faulty choice.
 TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
 # Some blocks are dedicated senders.
@@ -141,11 +144,11 @@ class Worker:
         for folder, copy in (("deps", os.link), ("build", shutil.copy2), (".fingerprint", shutil.copy2)):
             shutil.copytree(built / folder, own / folder, copy_function=copy, ignore=left_out)
 
-    def run(self, command, limit):
-        return run_whole(command, self.tree, QUICK, limit)
+    def run(self, command, limit, environment=QUICK):
+        return run_whole(command, self.tree, environment, limit)
 
-    def build(self):
-        return self.run(["cargo", "build", "-q", *self.cargo], LONGEST_BUILD)
+    def build(self, environment=QUICK):
+        return self.run(["cargo", "build", "-q", *self.cargo], LONGEST_BUILD, environment)
 
     def checks(self, file):
         """What the suite runs against a mutant of a file; the first that fails catches it."""
@@ -373,7 +376,7 @@ def prepare(mutants, resumes):
         Worker.took[name] = max(Worker.took.get(name, 0), float(passed[key]))
 
     def work(worker):
-        if (unmutated := worker.build()).returncode != 0:
+        if (unmutated := worker.build(UNCHANGED)).returncode != 0:
             problems.append("the tree does not build: " + unmutated.stderr)
         checks = worker.checks_of_all(mutants)
         while not problems and (number := next_of(waiting)) is not None:
