@@ -119,6 +119,8 @@ class Worker:
     took = {}
 
     def __init__(self, number):
+        # What caught mutants here, by its command: a name.
+        self.caught = {}
         self.tree = PLACE / f"tree-{number}"
         self.target = PLACE / f"build-{number}"
         self.cargo = ["--no-default-features", "--features", "cli", "--target-dir", str(self.target)]
@@ -294,8 +296,11 @@ class Worker:
             try:
                 result = (run_tests if command[0] == "cargo" else run_whole)(command, self.tree, QUICK, limit)
             except subprocess.TimeoutExpired:
+                if hangs_are_caught:
+                    self.caught[tuple(command)] = name
                 return name if hangs_are_caught else "", f"{name}: hung for {limit} s"
             if result.returncode != 0:
+                self.caught[tuple(command)] = name
                 lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
                 # Of test programs: what panicked, with the line behind it.
                 panics = [" ".join(lines[at:at + 2]) for at, line in enumerate(lines) if " panicked at " in line]
@@ -358,15 +363,28 @@ def tree_of(worker):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def prepare(mutants, resumes):
-    """Builds the tree in as many places, and demands that what is run against the mutants passes without any. A run that
-    resumes takes the word of former ones with the same tree."""
-    workers = [Worker(number) for number in range(WORKERS)]
+def prepare():
+    """Builds the tree in as many places."""
+    workers, problems = [Worker(number) for number in range(WORKERS)], []
     for worker in workers:
         worker.copy()
         worker.seed()
-    waiting, problems, tree = queue.SimpleQueue(), [], tree_of(workers[0])
-    passed = dict(line.split() for line in PASSED.read_text().splitlines()) if resumes and PASSED.exists() else {}
+
+    def work(worker):
+        if (unmutated := worker.build(UNCHANGED)).returncode != 0:
+            problems.append("the tree does not build: " + unmutated.stderr)
+
+    in_threads(work, workers)
+    if problems:
+        sys.exit(problems[0])
+    return workers
+
+
+def check_before(workers, mutants):
+    """Demands that what is to be run against the mutants passes without any: a run that resumes notes at once what is
+    caught. It takes the word of former ones with the same tree."""
+    waiting, tree = queue.SimpleQueue(), tree_of(workers[0])
+    passed = dict(line.split() for line in PASSED.read_text().splitlines()) if PASSED.exists() else {}
     keys = [hashlib.sha256((tree + repr(check)).encode()).hexdigest() for check in workers[0].checks_of_all(mutants)]
     for number, key in enumerate(keys):
         if key not in passed:
@@ -376,22 +394,34 @@ def prepare(mutants, resumes):
         Worker.took[name] = max(Worker.took.get(name, 0), float(passed[key]))
 
     def work(worker):
-        if (unmutated := worker.build(UNCHANGED)).returncode != 0:
-            problems.append("the tree does not build: " + unmutated.stderr)
         checks = worker.checks_of_all(mutants)
-        while not problems and (number := next_of(waiting)) is not None:
+        while (number := next_of(waiting)) is not None:
             start = time.time()
-            # To its end, so that it says why.
-            if (false_alarm := worker.caught_by([checks[number]], LONGEST_BUILD, run_tests=run_whole)) is not None:
-                problems.append(f"the suite fails without any mutant: {false_alarm}")
-            elif resumes:
-                with PASSED.open("a") as file:
-                    file.write(f"{keys[number]} {time.time() - start:.1f}\n")
+            must_pass(worker, checks[number], LONGEST_BUILD)
+            with PASSED.open("a") as file:
+                file.write(f"{keys[number]} {time.time() - start:.1f}\n")
 
     in_threads(work, workers)
-    if problems:
-        sys.exit(problems[0])
-    return workers
+
+
+def check_after(workers):
+    """Demands that what caught mutants passes without any."""
+
+    def work(worker):
+        for command, name in list(worker.caught.items()):
+            must_pass(worker, (name, list(command)), LONGEST_CHECK)
+
+    in_threads(work, workers)
+
+
+def must_pass(worker, check, longest):
+    """Ends the run if a check fails on the tree itself."""
+    # Programs are what the last mutant left; checks by cargo build their own.
+    if check[1][0] != "cargo" and (unmutated := worker.build()).returncode != 0:
+        sys.exit("the tree does not build: " + unmutated.stderr)
+    # To its end, so that it says why.
+    if (false_alarm := worker.caught_by([check], longest, run_tests=run_whole)) is not None:
+        sys.exit(f"the suite fails without any mutant: {false_alarm}")
 
 
 def next_of(waiting):
@@ -480,7 +510,12 @@ def main():
                     caught.write(f"{fingerprint(mutant)} {mutant[0]}\n")
             print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
 
-    in_threads(work, prepare(mutants, resumes))
+    workers = prepare()
+    if resumes:
+        check_before(workers, mutants)
+    in_threads(work, workers)
+    if not resumes:
+        check_after(workers)
     print(f"{len(mutants) - len(missed)} of {len(mutants)} mutants caught")
     sys.exit(1 if missed else 0)
 

@@ -469,6 +469,10 @@ GROUPS = [
         ("one point of a sweep judged for all", "benches/pairs.py",
          '[run[at][f"{way}_us"]["p50"] for run in runs[build]]', '[run[0][f"{way}_us"]["p50"] for run in runs[build]]'),
     ]),
+    ("test", "stopped", [
+        ("a rank that waits keeps its core", "kernels/cpu/schedule.cpp", "if (idle_rounds > idle_before_sleep) {",
+         "if (idle_rounds > ~0u - 1) {"),
+    ]),
     ("test", "figures", [
         ("merged results in the order of names", "benches/figures.py",
          "for file in files for result in results_of(file)]", "for file in sorted(files) for result in results_of(file)]"),

@@ -6,6 +6,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -22,6 +23,9 @@ constexpr uint32_t rounds_before_jump = 16; // a fiber may wait for several thin
 constexpr uint32_t rounds_between_jumps = 2;
 constexpr uint32_t jumps_before_hang = 1000;
 constexpr uint32_t yields_before_sleep = 64;
+// Rounds in which all fibers waited in vain, before the thread sleeps between them: others may need its core.
+constexpr uint32_t idle_before_sleep = 256;
+constexpr uint32_t idle_sleep_us = 50;
 } // namespace
 
 void fatal(const char *format, ...) {
@@ -302,7 +306,12 @@ int ty_exec::run_free() {
     if (ready.empty() && pollers.empty() && !polled.empty()) {
       // Every waiting fiber has polled in this round.
       (void)clock.look();
-      if (progress == round_progress) sched_yield();
+      idle_rounds = progress == round_progress ? idle_rounds + 1 : 0;
+      if (idle_rounds > idle_before_sleep) {
+        usleep(idle_sleep_us);
+      } else if (idle_rounds > 0) {
+        sched_yield();
+      }
       round_progress = progress;
       std::swap(pollers, polled);
     }

@@ -1,4 +1,5 @@
-//! A process that is stopped for longer than its deadlines, and goes on: its calls complete, as no peer was late.
+//! A process that waits. Stopped for longer than its deadlines, it goes on, and its calls complete, as no peer was
+//! late; and others have its cores meanwhile.
 //!
 //! Ranks are threads of one process: this test program starts itself again, and the test `ranks` plays them.
 
@@ -37,6 +38,17 @@ fn a_stopped_process_still_reports_a_missing_peer_soon_after_its_deadline() {
     ranks.send("go");
 }
 
+#[test]
+fn a_rank_that_waits_leaves_its_core_to_others() {
+    let mut ranks = Ranks::start("late");
+    let (before, waited) = (ranks.processor_seconds(), Duration::from_secs(1));
+    std::thread::sleep(waited);
+    let used = ranks.processor_seconds() - before;
+    ranks.send("go");
+    assert_eq!(ranks.word("outcome"), "completed");
+    assert!(used < waited.as_secs_f64() / 2.0, "{used} s of processor time in {waited:?}");
+}
+
 /// The process, which no failing test leaves behind.
 struct Ranks {
     child: Child,
@@ -71,6 +83,15 @@ impl Ranks {
 
     fn carry_on(&self) {
         self.signal(nix::sys::signal::Signal::SIGCONT);
+    }
+
+    /// What the process has used of all cores (`proc_pid_stat(5)`).
+    fn processor_seconds(&self) -> f64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
+        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        let ticks: f64 = [11, 12].map(|place: usize| fields[place].parse::<f64>().unwrap()).iter().sum();
+        // SAFETY: it only returns a number.
+        ticks / unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64
     }
 
     fn send(&mut self, word: &str) {
