@@ -107,6 +107,18 @@ def test_refused_arguments_are_named_and_leave_the_buffer_as_it_was():
             combine=dict(return_recv_hook=True, out=torch.zeros(5, HIDDEN).bfloat16()))),
         (ValueError, "out has the strides", lambda: c.low_latency(
             combine=dict(return_recv_hook=True, out=torch.zeros(HIDDEN, TOKENS).bfloat16().t()))),
+        (ValueError, "out has the strides (260, 1)", lambda: c.low_latency(
+            combine=dict(return_recv_hook=True, out=torch.zeros(TOKENS, 260).bfloat16()[:, :HIDDEN]))),
+        (ValueError, "out has the strides (256, 1)", lambda: c.low_latency(
+            combine=dict(return_recv_hook=True, out=torch.zeros(1 + TOKENS * HIDDEN).bfloat16()[1:].view(TOKENS, HIDDEN)))),
+        (ValueError, "out has the strides (0, 1)", lambda: c.low_latency(
+            combine=dict(return_recv_hook=True, out=torch.zeros(HIDDEN).bfloat16().expand(TOKENS, HIDDEN)))),
+        (ValueError, "out is a negative view", lambda: c.low_latency(
+            combine=dict(return_recv_hook=True, out=torch._neg_view(torch.zeros(TOKENS, HIDDEN).bfloat16())))),
+        (ValueError, "combine_wait_recv_cost_stats is a negative view", lambda: c.low_latency(
+            combine=dict(return_recv_hook=True, combine_wait_recv_cost_stats=torch._neg_view(stats[:1].clone())))),
+        (TypeError, "x is torch.float8_e4m3fn: give", lambda: c.low_latency(
+            combine=dict(x=torch.zeros(EXPERTS, 8, HIDDEN).to(torch.float8_e4m3fn)))),
         (ValueError, "rank_to_mask is -1", lambda: c.buffer.low_latency_update_mask_buffer(-1, True)),
         (ValueError, "rank_to_mask is 1: give a rank below 1", lambda: c.buffer.low_latency_update_mask_buffer(1)),
         (ValueError, "mask_status has the shape [3]: give [1]", lambda: c.buffer.low_latency_query_mask_buffer(stats)),
@@ -137,6 +149,23 @@ def test_tensors_without_memory_are_named():
         ):
             with pytest.raises(ValueError, match=f"{name} has no memory"):
                 call()
+    freed = {"out": torch.zeros(TOKENS, HIDDEN).bfloat16(), "combine_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64)}
+    of_dispatch = {"cumulative_local_expert_recv_stats": torch.zeros(EXPERTS, dtype=torch.int32),
+                   "dispatch_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64)}
+    for name, tensor in {**freed, **of_dispatch}.items():
+        tensor.untyped_storage().resize_(0)
+        given = {name: tensor} if name in of_dispatch else {"combine": {name: tensor, "return_recv_hook": True}}
+        with pytest.raises(ValueError, match=f"{name} has no memory"):
+            c.low_latency(**given)
+        c.must_be_right()
+    stats = of_dispatch["cumulative_local_expert_recv_stats"]
+    with pytest.raises(ValueError, match="cumulative_local_expert_recv_stats has no memory"):
+        elastic.dispatch(
+            c.x, topk_idx=c.ids, topk_weights=c.weights, num_experts=EXPERTS, cumulative_local_expert_recv_stats=stats)
+    ids = c.ids.clone()
+    ids.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="topk_idx has no memory"):
+        c.buffer.get_dispatch_layout(ids, EXPERTS)
     c.must_be_right()
 
 

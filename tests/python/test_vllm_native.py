@@ -255,6 +255,7 @@ def refused(rank, ranks, format):
             (dict(topk_ids=torch.cat([ids, ids], 1)), ValueError, r"topk_ids .*got \[12, 8\]"),
             (dict(topk_ids=ids.to(torch.int16)), TypeError, "topk_ids .*got torch.int16"),
             (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights .*\[12, 4\], got \[12, 1\]"),
+            (dict(topk_ids=ids.tolist()), TypeError, "topk_ids is a list"),
             (dict(a1=x.clone().requires_grad_()), RuntimeError, "prepare has no gradient"),
             (dict(topk_weights=weights.clone().requires_grad_()), RuntimeError, "prepare has no gradient"),
             (dict(num_experts=-1), ValueError, "num_experts: expected the layer's 6, got -1"),
@@ -264,7 +265,8 @@ def refused(rank, ranks, format):
                 stage.there(**changed)
     got = stage.there()
     if rank == 0:
-        outputs = stage.outputs(got)[0]
+        outputs, freed = stage.outputs(got)[0], torch.zeros(n, HIDDEN).bfloat16()
+        freed.untyped_storage().resize_(0)
         for changed, kind, text in (
             (dict(made=torch.stack([outputs, outputs], -2)), ValueError, "fused_expert_output .*expected .*got"),
             (dict(made=torch.cat([outputs, outputs])), ValueError, "fused_expert_output .*expected"),
@@ -273,6 +275,11 @@ def refused(rank, ranks, format):
             (dict(out=torch.zeros(n + 1, HIDDEN).bfloat16()), ValueError, r"output .*expected \[12, up to 256\], got"),
             (dict(out=torch.zeros(n, HIDDEN + 8).bfloat16()), ValueError, r"output .*expected \[12, up to 256\], got"),
             (dict(out=torch.zeros(n, HIDDEN, dtype=torch.float64)), TypeError, "output .*got torch.float64"),
+            (dict(out=torch.zeros(n, HIDDEN, device="meta").bfloat16()), ValueError, "output is on meta"),
+            (dict(out=torch.zeros(HIDDEN).bfloat16().expand(n, HIDDEN)), ValueError, "output has the strides .0, 1."),
+            (dict(out=torch._neg_view(torch.zeros(n, HIDDEN).bfloat16())), ValueError, "output is a negative view"),
+            (dict(out=freed), ValueError, "output has no memory"),
+            (dict(out=outputs.tolist()), TypeError, "output is a list"),
         ):
             with pytest.raises(kind, match=text):
                 stage.back(got, **changed)

@@ -93,7 +93,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     module.add_function(wrap_pyfunction!(operators::taken_handle, module)?)?;
-    module.add_function(wrap_pyfunction!(operators::taken_half, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::half_of, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::half_is_kept, module)?)?;
     module.add_function(wrap_pyfunction!(operators::newest_half, module)?)?;
     errors::add_to(module)?;
     if let Err(refusal) = cli::install_logger() {

@@ -104,7 +104,7 @@ def low_latency_made(made: List[torch.Tensor], number: int) -> Tuple[List[torch.
 def low_latency_send(
     plan: int, x: torch.Tensor, topk_idx: torch.Tensor
 ) -> Tuple[List[torch.Tensor], int, Optional[Found]]:
-    """The sending half, whose number is for `taken_half`, and the outputs that its hook receives."""
+    """The sending half, whose number is for `half_of`, and the outputs that its hook receives."""
     return low_latency_made(*_LOW_LATENCY_SEND(x, topk_idx, plan))
 
 

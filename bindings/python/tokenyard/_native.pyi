@@ -39,13 +39,14 @@ __all__ = [
     "direct_low_latency_dispatch",
     "direct_low_latency_send",
     "direct_low_latency_send_back",
+    "half_is_kept",
+    "half_of",
     "host", "must_be_main",
     "newest_half",
     "operator_handle",
     "operator_handles",
     "run_program",
     "take_pending",
-    "taken_half",
     "taken_handle",
     "version",
 ]
@@ -79,7 +80,8 @@ def operator_handles() -> int: ...
 def take_pending(number: int) -> Optional[BaseException]: ...
 def taken_handle(number: int) -> Optional[Handle]: ...
 def newest_half() -> Optional[Half]: ...
-def taken_half(number: int) -> Optional[Half]: ...
+def half_is_kept(number: int) -> None: ...
+def half_of(number: int) -> Optional[Half]: ...
 def run_program(arguments: Sequence[str], program: Optional[str] = None) -> int: ...
 
 class Error(RuntimeError):
@@ -260,12 +262,10 @@ class Plan:
         column_major: bool = False,
         views: Optional[Sequence[Tuple[str, Sequence[int], Sequence[int], int]]] = None,
         together: Optional[Sequence[Sequence[str]]] = None,
-        hidden: Optional[Sequence[str]] = None,
         drop_overflow: bool = False,
     ) -> Plan: ...
     @property
     def number(self) -> int: ...
-    def place(self, name: str) -> Optional[int]: ...
 
 @final
 class Handle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -16,6 +16,13 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 def name_of(tensor: torch.Tensor) -> str:
     """The library's name of a tensor's dtype; torch's of one that it has not, which the call refuses."""
     return _NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def must_be_tensors(but_none: bool = False, **tensors: Any) -> None:
+    """Refuses what is no tensor. `but_none`: nor None."""
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, torch.Tensor) or (but_none and tensor is None)):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
 
 
 def in_memory(name: str, tensor: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from . import _choices, _eager, _native
 from ._calls import CONTEXTS, AllToAll, must_be_tokens, must_lie, whole
 from ._errors import Found
 from ._native import CombineSent, Error, Format, Handle, Output, Sent
-from ._tensors import TYPES, in_memory, name_of, no_gradient
+from ._tensors import TYPES, in_memory, must_be_tensors, name_of, no_gradient
 
 __all__ = [
     "Dispatched", "combine", "combine_into", "combine_recv", "combine_send", "dispatch", "dispatch_again",
@@ -650,13 +650,6 @@ def _no_tangent(*tensors: Optional[torch.Tensor]) -> None:
             raise RuntimeError("dispatch and combine have no forward-mode gradient: use backward")
 
 
-def _must_be_tensors(**tensors: Any) -> None:
-    """Refuses what is no tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
-
-
 def _must_be_written(**tensors: Optional[torch.Tensor]) -> None:
     """Refuses outputs that are negative views: torch would hand a call a copy, and drop what it wrote there."""
     if torch.compiler.is_compiling():
@@ -704,7 +697,8 @@ def dispatch(
         found.raise_with(results)
         if results is not None:
             return results
-    _must_be_tensors(x=x, topk_idx=topk_idx)
+    must_be_tensors(x=x, topk_idx=topk_idx)
+    must_be_tensors(but_none=True, topk_weights=topk_weights, scales=scales)
     _no_tangent(x, topk_weights)
     zero = torch.is_grad_enabled() and (
         x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
@@ -781,7 +775,7 @@ def dispatch_into(
             _eager.written(*outputs)
             return made
     no_gradient("dispatch_into", x, topk_weights, *outputs, row_count)
-    _must_be_tensors(x=x, topk_idx=topk_idx, rows=rows, counts=counts)
+    must_be_tensors(x=x, topk_idx=topk_idx, rows=rows, counts=counts)
     _must_be_written(
         rows=rows, counts=counts, row_scales=row_scales, offsets=offsets, token_experts=token_experts,
         token_weights=token_weights, row_count=row_count,
@@ -850,6 +844,8 @@ def combine(
         sums = _eager.combine(rows, got.handle, topk_weights, got.tokens)
         if sums is not None:
             return sums
+    must_be_tensors(rows=rows)
+    must_be_tensors(but_none=True, topk_weights=topk_weights)
     _no_tangent(rows)
     if topk_weights is not None:
         no_gradient("combine with topk_weights", rows, topk_weights)
@@ -873,7 +869,7 @@ def combine_into(
         _eager.written(out)
         return
     no_gradient("combine_into", rows, topk_weights, out)
-    _must_be_tensors(rows=rows, out=out)
+    must_be_tensors(rows=rows, out=out)
     _must_be_written(out=out)
     _must_be_real(rows=rows, handle=got.handle, topk_weights=topk_weights, out=out)
     _OPS.combine_into(rows, got.handle, topk_weights, out, accumulate)

@@ -16,7 +16,9 @@ use tokenyard::{CombineSent, Combined, Layout, Output, Sent};
 
 /// A sent dispatch or combine that is to be received, into the tensors that the operator made.
 #[pyclass(frozen, module = "tokenyard._native")]
-pub(crate) struct Half {
+pub(crate) struct Half(Arc<SentHalf>);
+
+struct SentHalf {
     core: Arc<Core>,
     inner: Mutex<Option<Inner>>,
 }
@@ -52,33 +54,41 @@ pub(super) struct CombineHalf {
 type Used = (Box<dyn Any + Send>, Vec<(Tensor, Option<u64>)>);
 
 thread_local! {
-    static UNTAKEN: RefCell<Untaken<Half>> = const { RefCell::new(Untaken::new()) };
+    static UNTAKEN: RefCell<Untaken<Arc<SentHalf>>> = const { RefCell::new(Untaken::new()) };
 }
 
-/// A number for a half, from 1, until `taken_half` takes it on this thread.
+/// A number for a half, from 1, until `half_is_kept` on this thread.
 pub(super) fn number(core: Arc<Core>, sent: Way, reads: Box<dyn Any + Send>, writes: Vec<Tensor>) -> i64 {
     let placed = |tensor: Tensor| {
         let address = tensor.memory();
         (tensor, address)
     };
     let writes = writes.into_iter().map(placed).collect();
-    let half = Half { core, inner: Mutex::new(Some(Inner { sent, reads, writes })) };
+    let half = Arc::new(SentHalf { core, inner: Mutex::new(Some(Inner { sent, reads, writes })) });
     let number = handles::next_number();
     let oldest = UNTAKEN.with_borrow_mut(|untaken| untaken.put(number, half));
     drop(oldest);
     number
 }
 
-/// The half of a number that a call of this thread returned; once, and None after many calls whose halves nobody took.
+/// The half of a number that a call of this thread returned, and None after many calls whose halves nobody kept. It stays
+/// here until `half_is_kept`, as Ctrl-C may come before the caller has it.
 #[pyfunction]
-pub(crate) fn taken_half(number: i64) -> Option<Half> {
-    UNTAKEN.with_borrow_mut(|untaken| untaken.take(number))
+pub(crate) fn half_of(number: i64) -> Option<Half> {
+    UNTAKEN.with_borrow(|untaken| untaken.get(number).cloned()).map(Half)
 }
 
-/// The last half of this thread that nobody took, as where Ctrl-C came before its number was there.
+/// The caller keeps the half of this number.
+#[pyfunction]
+pub(crate) fn half_is_kept(number: i64) {
+    let kept = UNTAKEN.with_borrow_mut(|untaken| untaken.take(number));
+    drop(kept);
+}
+
+/// The last half of this thread that nobody keeps, as where Ctrl-C came.
 #[pyfunction]
 pub(crate) fn newest_half() -> Option<Half> {
-    UNTAKEN.with_borrow_mut(Untaken::take_newest)
+    UNTAKEN.with_borrow_mut(Untaken::take_newest).map(Half)
 }
 
 #[pymethods]
@@ -86,10 +96,10 @@ impl Half {
     /// Receives on the stream of torch that is current. Of a dispatch it returns the handle, which an error of a
     /// dispatch that took place has as its `handle`.
     fn receive(&self, py: Python<'_>) -> PyResult<Option<Handle>> {
-        let stream = self.core.ordinal().map(|ordinal| shim().and_then(|shim| shim.current_stream(ordinal)));
+        let stream = self.0.core.ordinal().map(|ordinal| shim().and_then(|shim| shim.current_stream(ordinal)));
         let no_stream = || PyRuntimeError::new_err("torch has no current stream");
         let stream = stream.map_or(Ok(0), |found| found.ok_or_else(no_stream))?;
-        let (ep, stream, _held) = self.core.begin(py, stream)?;
+        let (ep, stream, _held) = self.0.core.begin(py, stream)?;
         let Inner { sent, reads, writes } = self.take(py)?;
         let used = Mutex::new((reads, writes));
         let handle = match sent {
@@ -98,7 +108,7 @@ impl Half {
                 match py.detach(|| ep.dispatch_recv(&stream, sent, &output)) {
                     Ok(inner) => {
                         let parts = Parts { inner, tokens, format, places };
-                        Some(handles::numbered(self.core.clone(), context, calls::layout_name(layout), parts))
+                        Some(handles::numbered(self.0.core.clone(), context, calls::layout_name(layout), parts))
                     }
                     Err(refused) => {
                         let sent = *refused.given;
@@ -118,7 +128,7 @@ impl Half {
                 }
             }
         };
-        match (self.core.finished_with(py, &ep, || Box::new(used)), handle) {
+        match (self.0.core.finished_with(py, &ep, || Box::new(used)), handle) {
             (Ok(()), handle) => Ok(handle),
             // The dispatch took place: other ranks combine it, and so must this one.
             (Err(raised), Some(handle)) => Err(with(py, raised, "handle", handle)),
@@ -130,7 +140,7 @@ impl Half {
 impl Half {
     /// Refuses what was received already, and tensors that have other memory than they had.
     fn take(&self, py: Python<'_>) -> PyResult<Inner> {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inner = self.0.inner.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(found) = inner.take() else { return Err(received_already(py, "this half")) };
         if found.writes.iter().any(|(tensor, address)| tensor.memory() != *address) {
             *inner = Some(found);
@@ -144,7 +154,7 @@ impl Half {
     /// Leaves what was refused to be received again.
     fn left(&self, py: Python<'_>, sent: Way, used: Mutex<Used>, error: &tokenyard::Error) -> PyErr {
         let (reads, writes) = used.into_inner().unwrap_or_else(PoisonError::into_inner);
-        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Inner { sent, reads, writes });
+        *self.0.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Inner { sent, reads, writes });
         errors::raised(py, error)
     }
 }

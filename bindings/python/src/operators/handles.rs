@@ -173,6 +173,10 @@ impl<T> Untaken<T> {
         self.0.pop_back().map(|(_, made)| made)
     }
 
+    pub fn get(&self, number: i64) -> Option<&T> {
+        self.0.iter().rev().find(|(untaken, _)| *untaken == number).map(|(_, made)| made)
+    }
+
     pub fn take(&mut self, number: i64) -> Option<T> {
         let place = self.0.iter().rposition(|(untaken, _)| *untaken == number)?;
         self.0.remove(place).map(|(_, made)| made)

@@ -37,7 +37,7 @@ pub(super) use direct::{
     direct_calls, direct_combine, direct_combine_into, direct_dispatch, direct_dispatch_into,
     direct_low_latency_combine, direct_low_latency_dispatch, direct_low_latency_send, direct_low_latency_send_back,
 };
-pub(super) use halves::{Half, newest_half, taken_half};
+pub(super) use halves::{Half, half_is_kept, half_of, newest_half};
 pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
 
 /// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
@@ -52,7 +52,7 @@ const COMBINE_INTO: &CStr =
     c"_combine_into(Tensor rows, Tensor handle, Tensor topk_weights, Tensor out, int flags) -> (Tensor[], int)";
 /// The number is the handle's. Tensors that are not as low-latency calls have them are none for these operators.
 const LOW_LATENCY_DISPATCH: &CStr = c"_low_latency_dispatch(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
-/// The number is that of a sent half, for `taken_half`.
+/// The number is that of a sent half, for `half_of`.
 const LOW_LATENCY_SEND: &CStr = c"_low_latency_send(Tensor x, Tensor topk_idx, int plan) -> (Tensor[], int)";
 const LOW_LATENCY_SEND_BACK: &CStr =
     c"_low_latency_send_back(Tensor rows, Tensor topk_idx, Tensor topk_weights, int handle) -> (Tensor[], int)";
@@ -258,8 +258,6 @@ struct Made {
     offset: i64,
     /// What is returned in place of the whole memory.
     seen: Option<Seen>,
-    /// Nothing is returned: it lies in memory of another output that is.
-    hidden: bool,
 }
 
 /// A view, whose offset is that in its memory, in bytes.
@@ -288,7 +286,7 @@ struct Prepared {
 #[pyclass(frozen, module = "tokenyard._native")]
 pub(super) struct Plan {
     number: i64,
-    prepared: Arc<Prepared>,
+    _prepared: Arc<Prepared>,
 }
 
 static PLANS: Mutex<Option<HashMap<i64, Weak<Prepared>>>> = Mutex::new(None);
@@ -340,11 +338,10 @@ impl Plan {
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs that share one memory in
     /// this order, in groups, since each memory takes time to make. torch may make the last of a group larger.
-    /// `hidden`: outputs that are not returned, as others share their memory; `place` says where they are.
     /// `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
-        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None, hidden=None,
+        context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None,
         drop_overflow=false,
     ))]
     // The parameters are Python's.
@@ -359,7 +356,6 @@ impl Plan {
         column_major: bool,
         views: Option<Vec<View>>,
         together: Option<Vec<Vec<String>>>,
-        hidden: Option<Vec<String>>,
         drop_overflow: bool,
     ) -> PyResult<Plan> {
         let groups = together.unwrap_or_default();
@@ -377,8 +373,7 @@ impl Plan {
             let (sizes, strides) = (signed(shape)?, signed(&packed(shape, 1))?);
             let Some(group) = groups.iter().position(|group| group.iter().any(|shares| shares == name)) else {
                 memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
-                let memory = memories.len() - 1;
-                return Ok(Made { name, sizes, strides, element, memory, offset: 0, seen: None, hidden: false });
+                return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
             };
             let memory = *shared[group].get_or_insert_with(|| {
                 memories.push(Memory { sizes: vec![0], strides: vec![1], element: Element::U8 });
@@ -394,7 +389,7 @@ impl Plan {
             let end = bytes(shape, element).and_then(|own| offset.checked_add(own)).ok_or_else(too_large)?;
             memories[memory].sizes[0] = memories[memory].sizes[0].max(end);
             let seen = Some(Seen { sizes: sizes.clone(), strides: strides.clone(), offset });
-            Ok(Made { name, sizes, strides, element, memory, offset, seen, hidden: false })
+            Ok(Made { name, sizes, strides, element, memory, offset, seen })
         };
         let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
@@ -411,16 +406,6 @@ impl Plan {
                 offset.ok_or_else(|| PyValueError::new_err(format!("a view of {name} begins too far behind it")))?;
             output.seen = Some(Seen { sizes, strides, offset });
         }
-        for name in hidden.unwrap_or_default() {
-            for output in made.iter_mut().filter(|made| made.name == name) {
-                output.hidden = true;
-            }
-        }
-        let kept = |output: &Made| made.iter().any(|other| other.memory == output.memory && !other.hidden);
-        if let Some(lost) = made.iter().find(|output| !kept(output)) {
-            let name = lost.name;
-            return Err(PyValueError::new_err(format!("{name} shares memory with no output that is returned")));
-        }
         let context = number;
         let prepared = Prepared { core, context, format, layout, place, memories, made, column_major, drop_overflow };
         let prepared = Arc::new(prepared);
@@ -428,7 +413,7 @@ impl Plan {
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let mut plans = PLANS.lock().unwrap_or_else(PoisonError::into_inner);
         plans.get_or_insert_with(HashMap::new).insert(number, Arc::downgrade(&prepared));
-        Ok(Plan { number, prepared })
+        Ok(Plan { number, _prepared: prepared })
     }
 
     /// What operators take, with flags in the lowest five bits: 1 with weights, 2 with scales; and of outputs of the
@@ -436,11 +421,6 @@ impl Plan {
     #[getter]
     fn number(&self) -> i64 {
         self.number << PLAN_FLAGS
-    }
-
-    /// Where an output begins in its memory, in bytes.
-    fn place(&self, name: &str) -> Option<i64> {
-        self.prepared.made.iter().find(|made| made.name == name).map(|made| made.offset)
     }
 }
 
@@ -653,7 +633,7 @@ impl Prepared {
         // One more for a handle's tensor.
         let mut made = Vec::with_capacity(1 + self.made.len());
         let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::with_capacity(self.made.len()));
-        for Made { name, sizes, strides, element, memory, offset, seen, hidden } in &self.made {
+        for Made { name, sizes, strides, element, memory, offset, seen } in &self.made {
             let (tensor, address) = &mut memories[*memory];
             let address = *address + *offset as u64;
             let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
@@ -662,9 +642,6 @@ impl Prepared {
                 "counts" => counts = Some(array),
                 "scales" => scales = Some(array),
                 other => others.push((other, array)),
-            }
-            if *hidden {
-                continue;
             }
             let shown = match (seen, tensor.as_ref()) {
                 (Some(seen), Some(tensor)) => tensor.part(seen.offset, *element, &seen.sizes, &seen.strides),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
@@ -16,11 +16,51 @@ from .._tensors import device_of, name_of
 from . import _checks, _config, _planned
 from ._config import Config
 from ._contexts import Kept, LowLatency, Normal, Offered, Wanted, weights_of
-from ._handles import LowLatencyHandle, NormalHandle
 from ._shared import Event, Rows, Streams, must_divide, world_of
 from .utils import EventHandle, EventOverlap
 
 Hook = Optional[Callable[[], None]]
+
+
+class NormalHandle(Tuple[Any, ...]):
+    """The handle of a normal dispatch: six members, as DeepEP's within a node.
+
+    [0] rank_prefix_matrix int32 `[ranks, ranks]`, of which this rank's column is known: how many rows come from the
+    sources up to each one; -1 elsewhere. [3] int32 `[rows]`: the token of each row at its source. [4] is_token_in_rank.
+    The others are None: what DeepEP's kernels keep there is kept elsewhere."""
+
+    kept: Kept
+    prefixes: Callable[[], torch.Tensor]
+
+    def __getitem__(self, place: Any) -> Any:
+        return tuple(self)[place] if isinstance(place, slice) or place in (0, -6) else super().__getitem__(place)
+
+    def __iter__(self) -> Iterator[Any]:
+        members = super().__iter__()
+        next(members)
+        yield self.prefixes()
+        yield from members
+
+
+class LowLatencyHandle(Tuple[Any, ...]):
+    """The handle of a low-latency dispatch: int32 `[local experts, rows]`, the token of each row at its source; int64
+    `[local experts, ranks]`, where the rows of each rank begin, times 2^32, plus how many they are; then
+    num_max_dispatch_tokens_per_rank, hidden and num_experts."""
+
+    planned: Optional[_planned.Dispatched] = None
+    """What the operator in C made, if it did."""
+    _kept: Optional[Kept] = None
+
+    @property
+    def kept(self) -> Optional[Kept]:
+        """What calls need; None before the hook has received the dispatch."""
+        if self._kept is None and self.planned is not None:
+            self._kept = _planned.kept(self.planned)
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept) -> None:
+        self._kept = kept
 
 
 class Buffer:
@@ -445,8 +485,7 @@ class Buffer:
         kept = _kept(handle, LowLatencyHandle)
         _checks.choices(topk_idx)
         _checks.shaped("topk_weights", topk_weights, tuple(topk_idx.shape), (torch.float32,))
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}: give the experts' outputs, a tensor")
+        _checks.outputs(x)
         if topk_idx.shape[0] != kept.tokens:
             raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens: give the {kept.tokens} of the dispatch")
         _checks.stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, x, self.group_size, 8)
@@ -481,7 +520,7 @@ class Buffer:
     def _receive_before(self, shape: _planned.Shape, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
         """Receives the dispatch that was sent last, if its hook has not, unless the next one is refused."""
         if self._dispatched is not None and self._dispatched.waits():
-            _checks.low_latency_tokens(x, topk_idx, shape.tokens, shape.scaled)
+            _checks.low_latency_tokens(x, topk_idx, shape.members[0], shape.scaled)
             self._dispatched.before_next()
 
     def _planned_dispatch(
@@ -495,10 +534,9 @@ class Buffer:
         if number <= 0:
             made, number, found = _eager.low_latency_made(made, number)
         if number:
-            handle = LowLatencyHandle(shape.members)
-            handle.made = shape, made[1]
+            handle = LowLatencyHandle((made[2], made[3], *shape.members))
             handle.planned = (number, _native.taken_handle(number), shape)
-            results = (made[0], made[2]) if shape.scaled else made[0], made[1], handle, EventOverlap(), None
+            results = (made[0], made[4]) if shape.scaled else made[0], made[1], handle, EventOverlap(), None
         if found is not None:
             found.raise_with(results)
         return results
@@ -511,13 +549,13 @@ class Buffer:
         results = half = None
         try:
             made, number, found = _eager.low_latency_send(shape.number, x, topk_idx)
-            half = _native.taken_half(number) if number else None
+            half = _native.half_of(number) if number else None
             if half is not None:
-                handle = LowLatencyHandle(shape.members)
-                handle.made = shape, made[1]
+                handle = LowLatencyHandle((made[2], made[3], *shape.members))
                 self._dispatched = _Hook(functools.partial(_planned.receive, half, shape, handle))
-                rows: Rows = (made[0], made[2]) if shape.scaled else made[0]
+                rows: Rows = (made[0], made[4]) if shape.scaled else made[0]
                 results = rows, made[1], handle, EventOverlap(), self._dispatched
+                _native.half_is_kept(number)
         except BaseException:
             # Ctrl-C after it was sent: the next dispatch receives it.
             self._dispatched = _hook_of(half, self._dispatched)
@@ -534,10 +572,11 @@ class Buffer:
         half = None
         try:
             made, number, found = _eager.low_latency_send_back(x, topk_idx, topk_weights, handle)
-            half = _native.taken_half(number) if number else None
+            half = _native.half_of(number) if number else None
             if half is not None:
                 # After an error the next combine receives it.
                 self._combined = _Hook(half.receive)
+                _native.half_is_kept(number)
         except BaseException:
             self._combined = _hook_of(half, self._combined)
             raise
@@ -654,7 +693,8 @@ class _Hook:
 def _hook_of(half: Optional[_native.Half], before: Optional[_Hook]) -> Optional[_Hook]:
     """The hook of a half that was sent when an exception came, which may have been before its number was there; or the
     one before."""
-    half = half or _native.newest_half()
+    newest = _native.newest_half()
+    half = half or newest
     return before if half is None else _Hook(half.receive)
 
 

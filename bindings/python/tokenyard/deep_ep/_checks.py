@@ -7,6 +7,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
+from .._tensors import in_memory
 from .utils import EventHandle, EventOverlap
 
 _ROWS = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,11 +36,21 @@ def _fits(
         raise ValueError(f"{name} has the shape {list(given.shape)}: give {wanted}")
     if dtypes is not None and given.dtype not in dtypes:
         raise TypeError(f"{name} is {given.dtype}: give {' or '.join(map(str, dtypes))}")
+    if type(given) in (torch.Tensor, torch.nn.Parameter) and given.layout == torch.strided:
+        in_memory(name, given)
 
 
 def choices(given: Any) -> None:
     """Refuses what holds no experts' numbers."""
     tensor("topk_idx", given, 2, _NUMBERS)
+
+
+def outputs(x: Any) -> None:
+    """Refuses what no experts' outputs are."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: give the experts' outputs, a tensor")
+    if x.dtype not in _ROWS:
+        raise TypeError(f"x is {x.dtype}: give {' or '.join(map(str, _ROWS))}")
 
 
 def low_latency_tokens(x: Any, topk_idx: Any, most: int, use_fp8: bool) -> None:
@@ -58,17 +69,24 @@ def low_latency_tokens(x: Any, topk_idx: Any, most: int, use_fp8: bool) -> None:
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}: give a tensor on cpu or cuda")
     beside("topk_idx", topk_idx, x)
-    for name, given in (("x", x), ("topk_idx", topk_idx)):
-        _in_memory(name, given)
-    # In elements of two bytes.
-    pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    if x.numel() > 0 and (x.stride(1) != 1 or pitch < x.shape[1] or pitch % 8 != 0 or x.data_ptr() % 16 != 0):
+    as_it_is("topk_idx", topk_idx)
+    _aligned("x", x)
+
+
+def _aligned(name: str, given: torch.Tensor) -> None:
+    """Refuses rows that do not lie in memory as calls have them."""
+    as_it_is(name, given)
+    unit = 16 // given.element_size()
+    pitch = given.stride(0) if given.shape[0] > 1 else given.shape[1]
+    gaps = given.stride(1) != 1 or pitch < given.shape[1] or pitch % unit != 0
+    if given.numel() > 0 and (gaps or given.data_ptr() % 16 != 0):
         raise ValueError(
-            f"x has the strides {x.stride()} at {x.data_ptr():#x}: give contiguous rows that begin at multiples of 16 bytes"
+            f"{name} has the strides {given.stride()} at {given.data_ptr():#x}: give contiguous rows that begin at multiples "
+            "of 16 bytes"
         )
 
 
-def _in_memory(name: str, given: torch.Tensor) -> None:
+def as_it_is(name: str, given: torch.Tensor) -> None:
     """Refuses a tensor whose elements do not lie in memory as they are."""
     if given.layout != torch.strided or given.is_neg():
         kind = "a negative view" if given.layout == torch.strided else given.layout
@@ -157,6 +175,7 @@ def stats(name: str, given: Any, x: torch.Tensor, length: int, size: int) -> Non
         return
     shaped(name, given, (length,), (torch.int32 if size == 4 else torch.int64,))
     beside(name, given, x)
+    as_it_is(name, given)
     if not given.is_contiguous():
         raise ValueError(f"{name} has the strides {given.stride()}: give a contiguous tensor")
 
@@ -165,8 +184,7 @@ def sums_out(given: Any, x: torch.Tensor, shape: Tuple[int, int]) -> None:
     """Refuses what no low-latency combine can write sums to."""
     shaped("out", given, shape, _ROWS)
     beside("out", given, x)
-    if given.stride(1) != 1 and given.numel() > 0:
-        raise ValueError(f"out has the strides {given.stride()}: give a tensor whose rows are contiguous")
+    _aligned("out", given)
 
 
 def beside(name: str, given: torch.Tensor, x: torch.Tensor) -> None:

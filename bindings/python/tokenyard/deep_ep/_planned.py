@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Tuple
 
-import torch
-
 from .. import _native
 from .._calls import AllToAll
 from .._native import Format
@@ -15,32 +13,14 @@ from ._contexts import Kept
 class Shape:
     """What dispatches of a context and a format have in common."""
 
-    __slots__ = ("ep", "format", "ranks", "members", "capacity", "scaled", "plan", "number")
+    __slots__ = ("ep", "format", "members", "capacity", "scaled", "plan", "number")
 
     def __init__(self, ep: AllToAll, format: Format, ranks: int, members: Tuple[int, int, int]) -> None:
         """`members`: the last of their handles."""
-        self.ep, self.format, self.ranks, self.members = ep, format, ranks, (None, None, *members)
+        self.ep, self.format, self.members = ep, format, members
         self.capacity, self.scaled = ranks * format.max_tokens, format.scales is not None
         self.plan = _plan(ep, format, ranks)
         self.number = self.plan.number
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank, at most."""
-        return self.format.max_tokens
-
-    def beside(self, counts: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        """The first two members of the handle of a dispatch with these counts, whose memory has them, too."""
-        experts = len(self.ep.local_experts)
-        source, ranges = (self._begin(name) // counts.element_size() for name in ("source", "source_ranges"))
-        words = counts.as_strided((experts, 2 * self.ranks), (2 * self.ranks, 1), ranges)
-        # The token of each row, of its rank and token.
-        return counts.as_strided((experts, self.capacity), (2 * self.capacity, 2), source + 1), words.view(torch.int64)
-
-    def _begin(self, name: str) -> int:
-        place = self.plan.place(name)
-        assert place is not None  # an output of the plan
-        return place
 
 
 Dispatched = Tuple[int, Optional[_native.Handle], Shape]
@@ -75,7 +55,10 @@ def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
         ("rows", (experts, capacity, format.hidden), format.dtype), ("counts", (experts,), "i32"),
         ("source", (experts * capacity, 2), "i32"), ("source_ranges", (experts, ranks), "i64"),
     ]
-    views: List[Tuple[str, Tuple[int, ...], Tuple[int, ...], int]] = []
+    # The token of each row, of its rank and token.
+    views: List[Tuple[str, Tuple[int, ...], Tuple[int, ...], int]] = [
+        ("source", (experts, capacity), (2 * capacity, 2), 1)
+    ]
     if format.scales is not None:
         columns, word = (128, "fp32") if format.scales == "fp32" else (512, "i32")
         words, lead = -(-format.hidden // columns), -(-capacity // 4) * 4
@@ -84,6 +67,6 @@ def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
         views.append(("scales", (experts, capacity, words), (words * lead, 1, lead), 0))
     return ep.prepare(
         format, "masked", outputs, column_major=format.scales is not None, views=views,
-        # A handle has the small ones, and outlives the rows. Few look at all of them.
-        together=[["rows", "scales"], ["source", "source_ranges", "counts"]], hidden=["source", "source_ranges"],
+        # A handle has the small ones, and outlives the rows.
+        together=[["rows", "scales"], ["source", "source_ranges", "counts"]],
     )

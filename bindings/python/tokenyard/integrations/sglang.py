@@ -42,6 +42,7 @@ from .._hosts import Hosts
 from .._native import CombineSent, Error, Format, Handle, Output, RoutingError, Sent
 from .._tensors import TYPES, device_of, name_of, no_gradient
 from .._worlds import World
+from ..deep_ep._checks import as_it_is, beside
 from ..deep_ep._contexts import LowLatency, Normal, Offered, Wanted, weights_of
 from . import seconds
 
@@ -537,6 +538,12 @@ def _checked(x: torch.Tensor, topk_output: Any, hidden: int, fp8: bool) -> Tuple
         raise ValueError(f"topk_ids: expected int32 or int64 [{x.shape[0]}, top_k], got {_kind(ids)}")
     if weights.shape != ids.shape or not weights.is_floating_point():
         raise ValueError(f"topk_weights: expected floating-point {[*ids.shape]} as topk_ids, got {_kind(weights)}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"hidden_states is on {x.device}: expected a tensor on cpu or cuda")
+    for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
+        beside(name, tensor, x)
+        as_it_is(name, tensor)
+    as_it_is("hidden_states", x)
     no_gradient("SGLang's dispatch", x, weights)
     return ids.to(torch.int64), weights.float()
 

@@ -39,10 +39,14 @@ from .._calls import AllToAll
 from .._errors import Found
 from .._hosts import Hosts
 from .._native import Format, Handle, Output, Sent
-from .._tensors import TYPES, capturing as _capturing, no_gradient
+from .._tensors import TYPES, capturing as _capturing, must_be_tensors, no_gradient
 from .._worlds import World
+from ..deep_ep._checks import as_it_is, beside
 from ..deep_ep._contexts import weights_of
 from . import _vllm_microbatches, seconds
+
+# Some versions of torch have no type of it. 1: elements share memory.
+_overlaps: Callable[[torch.Tensor], int] = getattr(torch, "_debug_has_internal_overlap")
 
 __all__ = ["HIGH_THROUGHPUT", "LOW_LATENCY", "TESTED_VERSIONS", "plugin", "register"]
 
@@ -511,6 +515,7 @@ class _Both:
         """Rows, weights and ids as dispatch takes them. What it cannot take is refused, as then nothing is sent yet."""
         ep = self._contexts[0]
         hidden, dtype, most = ep.format.hidden, TYPES[ep.format.dtype], ep.format.max_tokens
+        must_be_tensors(a1=a1, topk_ids=topk_ids, topk_weights=topk_weights)
         if a1.dim() != 2 or a1.shape[1] != hidden:
             raise ValueError(f"a1 is of another shape: expected [tokens, {hidden}], got {[*a1.shape]}")
         if a1.dtype != dtype:
@@ -585,6 +590,12 @@ class _Both:
         if kept is None:
             raise RuntimeError("finalize: expected one after each prepare whose receiver ran, got none before it")
         tokens, hidden = kept.handle.tokens, ep.format.hidden
+        must_be_tensors(output=out, fused_expert_output=rows)
+        for name, tensor in (("output", out), ("fused_expert_output", rows)):
+            as_it_is(name, tensor)
+        beside("output", out, rows)
+        if _overlaps(out) == 1:
+            raise ValueError(f"output has the strides {out.stride()}: expected elements of their own memory")
         if out.dim() != 2 or out.shape[0] != tokens or not 1 <= out.shape[1] <= hidden:
             raise ValueError(f"output is of another shape: expected [{tokens}, up to {hidden}], got {[*out.shape]}")
         if out.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -615,7 +626,8 @@ class _Both:
         held = [rows, weights, kept]
 
         def receive() -> None:
-            sums = out if not missing and out.is_contiguous() else out.new_empty((out.shape[0], ep.format.hidden))
+            fits = not missing and out.is_contiguous() and out.data_ptr() % 16 == 0
+            sums = out if fits else out.new_empty((out.shape[0], ep.format.hidden))
             found.receive(lambda: ep.combine_recv(sent, sums))
             if sums is not out:
                 out.copy_(sums[:, : out.shape[1]])
