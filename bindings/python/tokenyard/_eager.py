@@ -1,8 +1,8 @@
 """Eager calls without gradients, by operators whose kernels are in C. Imports torch.
 
 `ops` asks for them first, since torch's way through an operator in Python, and outputs that are made one by one in
-Python, take the host longer than the call itself. They need torch 2.11 or later: `DEFINED` says whether this one has the
-interface. So does torch's way through an operator in C: functions make the same calls without it.
+Python, take the host longer than the call itself. torch's way through an operator in C takes as long, so functions make
+the same calls without it. They need torch 2.11 or later: `DEFINED` says whether this one has the interface.
 """
 
 from __future__ import annotations

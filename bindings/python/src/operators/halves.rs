@@ -71,7 +71,7 @@ pub(super) fn number(core: Arc<Core>, sent: Way, reads: Box<dyn Any + Send>, wri
     number
 }
 
-/// The half of a number that a call of this thread returned, and None after many calls whose halves nobody kept. It stays
+/// The half of a number that a call of this thread returned; None after many calls whose halves nobody kept. It stays
 /// here until `half_is_kept`, as Ctrl-C may come before the caller has it.
 #[pyfunction]
 pub(crate) fn half_of(number: i64) -> Option<Half> {
