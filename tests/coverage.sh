@@ -13,14 +13,15 @@ fi
 
 mkdir -p "$target"
 # Of the crate alone: what it depends on is built as ever, and integration tests need the counters' runtime alone. Tests
-# that move no rows are not optimised, since to build them takes longer than to run them.
+# that move no rows, but for the proxy's ten thousand seeds, are not optimised, since to build them takes longer than to
+# run them.
 wrapper=$target/instrumented
 cat >"$wrapper" <<'END'
 #!/bin/sh
 case "$*" in
   *"--crate-name tokenyard "*" --test "*) exec "$@" -C instrument-coverage -C opt-level=0 ;;
   *"--crate-name tokenyard "*) exec "$@" -C instrument-coverage ;;
-  *"--crate-name calls "* | *"--crate-name transport "*) exec "$@" -C link-arg=-Wl,-u,__llvm_profile_runtime ;;
+  *"--crate-name calls "* | *"--crate-name proxy "* | *"--crate-name transport "*) exec "$@" -C link-arg=-Wl,-u,__llvm_profile_runtime ;;
   *) exec "$@" -C link-arg=-Wl,-u,__llvm_profile_runtime -C opt-level=0 ;;
 esac
 END
