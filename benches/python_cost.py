@@ -6,8 +6,9 @@ A rank is a thread; all share one GPU. The host's time is that around a call, th
 sixteen times in a row, one kind after the other, and between them the host waits for the device outside of the clock, so
 that no call waits for room in the launch queue. Beside them: a launch of torch's smallest kernel, the same calls through
 torch's operators in C, operators in C and in Python that do nothing, a call of torch that launches one small kernel, and one
-that allocates. The graph holds a dispatch and a combine: benches/host_cost.rs replays the same one without Python. Beside its replay stands what the program measures of the
-same shape (`bench --mode graph`), whose dispatch and combine are timed apart.
+that allocates. The graph holds a dispatch and a combine: benches/host_cost.rs replays the same one without Python. Beside
+its replay stands what the program measures of the same shape (`bench --mode graph`), whose dispatch and combine are timed
+apart.
 DeepSeek-V3's shape: 7168 columns, 256 experts, 8 choices, fp8 rows with fp32 scales. The operators' rows are of the same
 context; `deep_ep`'s are of low-latency calls, bf16 rows quantised on their way, with and without a hook.
 Nothing is compared with a reference here: tests and `python -m tokenyard.bench` do that.

@@ -586,7 +586,8 @@ fn overlaps_between_nodes(scenario: Scenario, sizes: &[usize], round: usize) -> 
     let outcomes = outcomes.into_inner().unwrap();
     assert_eq!(outcomes.len(), ranks, "a rank has failed");
     // A rank whose output was too small makes no further call, for which others wait.
-    let refused: Vec<usize> = outcomes.iter().filter(|(_, errors)| !errors.is_empty()).map(|(rank, _)| *rank).collect();
+    let too_small = |errors: &[Error]| errors.iter().any(|error| matches!(error, Error::Capacity { .. }));
+    let refused: Vec<usize> = outcomes.iter().filter(|(_, errors)| too_small(errors)).map(|(rank, _)| *rank).collect();
     for (rank, errors) in &outcomes {
         let waits = |error: &Error| matches!(error, Error::Timeout { peer, .. } if refused.contains(&peer.index()));
         let others: Vec<Error> = errors.iter().filter(|error| !waits(error)).cloned().collect();

@@ -598,8 +598,7 @@ def refusals(dispatcher, ranks, rank, prefill):
     for kind, message, given in (
         (TypeError, "hidden_states is of another dtype: .*, got torch.float32", (x.float(), weights, ids)),
         (ValueError, "hidden_states is on meta: expected a tensor on cpu or cuda", (x.to("meta"), weights, ids)),
-        (ValueError, "topk_weights is on meta", (x, weights.to("meta"), ids)),
-        (ValueError, "topk_ids is on meta", (x, weights, ids.to("meta"))),
+        (ValueError, "topk_weights is on meta", (x, weights.to("meta"), ids)), (ValueError, "topk_ids is on meta", (x, weights, ids.to("meta"))),
         (TypeError, "topk_output: expected one with topk_ids and topk_weights, got a object", (x, None, None)),
         (ValueError, r"topk_ids: expected int32 or int64 .*, got torch.int64 \[", (x, weights[:, 0], first)),
         (ValueError, "topk_ids: expected int32 or int64 .*, got torch.float32", (x, weights, weights)),

@@ -307,11 +307,12 @@ impl Array {
         Ok(now)
     }
 
-    /// Where it lies.
+    /// The address of its first element.
     pub fn address(&self) -> u64 {
         self.pointer
     }
 
+    /// Where it lies.
     pub fn place(&self) -> Place {
         self.place
     }

@@ -26,8 +26,6 @@ _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_f
 _trace, _transform = _C._get_tracing_state, _C._functorch.peek_interpreter_stack
 _WEIGHTS, _SCALES, _ROW_SCALES, _FIRST, _SECOND = 1, 2, 4, 8, 16
 _ACCUMULATE = 2
-
-
 _NAMES = (
     "_dispatch", "_dispatch_into", "_combine", "_combine_into", "_low_latency_dispatch", "_low_latency_send",
     "_low_latency_send_back", "_low_latency_combine",

@@ -36,11 +36,11 @@ impl<'a, const N: usize> Arguments<'a, N> {
         }
     }
 
-    /// A further reference to a tensor that torch handed over.
-    pub fn tensor(&self, place: usize) -> Option<Tensor> {
+    /// A further reference to an argument that an operator returns; nothing of Python's, which has the object.
+    pub fn returned(&self, place: usize) -> Result<Vec<Tensor>, Failure> {
         match self {
-            Arguments::OfTorch(tensors) => tensors.get(place)?.again(),
-            Arguments::OfPython(_) => None,
+            Arguments::OfTorch(tensors) => Ok(vec![tensors[place].again().ok_or(Failure::NotHere)?]),
+            Arguments::OfPython(_) => Ok(Vec::new()),
         }
     }
 

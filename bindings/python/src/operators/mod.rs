@@ -126,7 +126,7 @@ struct Results {
     tensors: Vec<Tensor>,
     /// The number of its handle, where that is none of the tensors.
     number: i64,
-    /// The place of an argument that is returned in place of tensors.
+    /// The place of an argument that a function in Python returns.
     returned: Option<usize>,
 }
 
@@ -184,8 +184,7 @@ unsafe fn run<const N: usize>(stack: *mut u64, work: impl FnOnce(&'static Shim, 
         (tensors, stack.add(N).read() as i64)
     };
     let arguments = Arguments::OfTorch(tensors);
-    let Results { mut tensors, number, returned } = outcome_of(|| work(shim, &arguments, number));
-    tensors.extend(returned.and_then(|place| arguments.tensor(place)));
+    let Results { tensors, number, .. } = outcome_of(|| work(shim, &arguments, number));
     let (list, number) = match shim.list(tensors) {
         Some(list) => (list, number),
         None => (shim.list(Vec::new()).unwrap_or(0), number.min(0)),
@@ -718,10 +717,12 @@ fn low_latency_sent_back(shim: &'static Shim, arguments: &Arguments<'_, 3>, hand
 
 fn combined_into(shim: &'static Shim, arguments: &Arguments<'_, 4>, flags: i64) -> Outcome {
     let kept = kept_of(arguments, 1)?;
+    // Before the call: without what it returns it would be made again.
+    let done = Results { tensors: arguments.returned(3)?, number: 0, returned: Some(3) };
     let work = |[rows, _, weights, out]: [_; 4], ep: &Open, stream: &Stream| {
         let (call, out) = (Combining::of(rows, weights)?, out.ok_or(Failure::NotHere)?);
         call.combine(&kept, ep, stream, &out, flags & ACCUMULATE != 0)?;
-        Ok(Results { returned: Some(3), ..Results::default() })
+        Ok(done)
     };
     let names = [Some("rows"), None, flagged(flags, WEIGHTS, "topk_weights"), Some("out")];
     on_device(shim, &kept.core, arguments, names, work)

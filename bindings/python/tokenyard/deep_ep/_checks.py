@@ -47,10 +47,7 @@ def choices(given: Any) -> None:
 
 def outputs(x: Any) -> None:
     """Refuses what no experts' outputs are."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}: give the experts' outputs, a tensor")
-    if x.dtype not in _ROWS:
-        raise TypeError(f"x is {x.dtype}: give {' or '.join(map(str, _ROWS))}")
+    _fits("x", x, "the experts' outputs", lambda _shape: True, _ROWS)
 
 
 def low_latency_tokens(x: Any, topk_idx: Any, most: int, use_fp8: bool) -> None:
