@@ -201,6 +201,7 @@ MUTANTS = [
     ("fakes for real tensors", OPS, 'if device.type == "meta" and real:', "if False:", "test_eager.py"),
     ("memory that was freed", f"{NATIVE}/operators/shim.rs", "if memory == 0 && !", "if memory < 0 && !", "test_eager.py"),
     ("memory that was freed, in calls", ARRAYS, "Ok(if bytes == 0 { 0 } else { pointer })", "Ok(pointer + 0 * bytes)", "test_eager.py"),
+    ("a rank that is masked cuts others off", CONTEXTS, "with_nodes([1] * hosts.world.size)", "with_nodes(hosts.world.nodes)", "test_hosts.py"),
     ("a context that goes before its call is refused", CONTEXTS, "        _checks.low_latency(x, tokens,", "        self.clean()\n        _checks.low_latency(x, tokens,", "test_low_latency.py"),
     ("the interpreter's lock taken for held", f"{NATIVE}/lock.rs", "let _held = Held(unsafe { ffi::PyGILState_Ensure() });", "", "test_eager.py"),
     ("weights that a flag leaves out read", IN_C, "(flags & flag != 0).then_some(name)", "(flag != 0).then_some(name)", "test_eager.py"),

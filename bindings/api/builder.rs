@@ -170,8 +170,8 @@ impl AllToAllBuilder {
     /// What calls do about ranks that are missing; the same on all ranks. Default: a silent rank closes the context.
     /// The other choices cost time and memory: partial rows have tags, and a token a slot for every rank of the node.
     /// They are for worlds of at most 32 ranks, of nodes that have equally many, without in-place output, rounds, side
-    /// payloads and partial rows of another type, for combines that do not accumulate, not for
-    /// [`dispatch_again`](super::AllToAll::dispatch_again), and between nodes not for weights that come with combine.
+    /// payloads and partial rows of another type, for combines that do not accumulate, and not for
+    /// [`dispatch_again`](super::AllToAll::dispatch_again).
     ///
     /// A masked rank gets nothing, is waited for by nobody, and adds nothing: tokens lose its experts' terms, and the
     /// dispatched rows of its tokens are left out. Each rank has a mask of its own
@@ -451,8 +451,6 @@ impl AllToAllBuilder {
         } else if nodes.members().iter().any(|ranks| ranks.len() != nodes.largest()) {
             "where calls go on without missing ranks, nodes have equally many ranks, as others are linked one way alone; \
              leave it out"
-        } else if nodes.members().len() > 1 && self.weights == Weights::Combine {
-            "between nodes, where calls go on without missing ranks, weights come with dispatch; give them there"
         } else if self.tuning.in_place.is_some() {
             "with in-place output rows leave after the counts of all ranks; leave one of them out"
         } else if self.goes_in_rounds() {

@@ -7,13 +7,16 @@ namespace ty {
 
 // ---- weights sent ahead ------------------------------------------------------------------------------------------
 
-// Source: the weights of the tokens that went to a node, in the order of the dispatch's message. By a team. False once
-// a deadline passed.
+// Source: the weights of the tokens that went to a node, in the order of the dispatch's message; none to a rail that is
+// masked. By a team. False once a deadline passed.
 TY_DEVICE bool pack_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 link) {
   const auto &c = a.context;
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_WEIGHTS);
   bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_DIRECTION_WEIGHTS, call, link);
   if (team_any(team, stuck)) return false;
+  // The wait may have left the rail out; other teams may do so now.
+  bool out = team_thread(team) == 0 && is_link_out(c, TY_DIRECTION_WEIGHTS, link);
+  if (tolerates_absence(c) && team_any(team, out)) return true;
   u32 rows = all_rows(c, a.handle.wire_rows, link);
   const i32 *wire_row = pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
   const float *weights = pointer<const float>(a.topk_weight);
@@ -34,12 +37,14 @@ TY_DEVICE bool pack_weights(const CombineArgs auto &a, const Team &team, u64 cal
   return true;
 }
 
-// Rail: the weights of a served source, to every rank of the node. By a team. False once a deadline passed.
+// Rail: the weights of a served source, to every rank of the node; of a source that is masked nobody waits for any. By
+// a team. False once a deadline passed.
 TY_DEVICE bool forward_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 j) {
   const auto &c = a.context;
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_WEIGHTS);
-  bool failed = team_thread(team) == 0 && !wait_arrived(c, TY_DIRECTION_WEIGHTS, call, j, 0);
-  if (team_any(team, failed)) return false;
+  bool came = team_thread(team) != 0 || wait_arrived(c, TY_DIRECTION_WEIGHTS, call, j, 0);
+  if (team_any(team, fails(c, came))) return false;
+  if (tolerates_absence(c) && team_any(team, !came)) return true;
   const char *headers = recv_buffer_of(c, TY_DIRECTION_WEIGHTS, call, j) + TY_WIRE_HEAD_BYTES;
   push_weights(a, team, call, served_source(c, j), all_rows(c, a.handle.rail_rows, j), [&](u32 row) {
     return reinterpret_cast<const float *>(headers + static_cast<u64>(row) * l.header_bytes);

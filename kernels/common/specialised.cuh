@@ -114,8 +114,7 @@ struct InPlaceDispatchArgs {
 };
 static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
 
-// Calls that go on without ranks that are missing (common/absence.cuh). Of any kind; between nodes weights do not come
-// with combine.
+// Calls that go on without ranks that are missing (common/absence.cuh). Of any kind.
 template <bool inter_node> struct AbsenceContext;
 template <> struct AbsenceContext<false> : ty_context {
   static constexpr u32 rounds = 1, free_flags = 0, nodes = 1, node = 0, node_first = 0;
@@ -267,7 +266,6 @@ template <Specialised does, bool ll> TY_DEVICE u32 quantization(const Specialise
 
 // Whether weights come with combine.
 TY_DEVICE bool weighs_late(const ty_context &c) { return c.weights == TY_WEIGHTS_COMBINE; }
-TY_DEVICE constexpr bool weighs_late(const AbsenceContext<true> &) { return false; }
 template <Specialised does, bool ll> TY_DEVICE constexpr bool weighs_late(const SpecialisedContext<true, does, ll> &) {
   return does == Specialised::weighs_late;
 }

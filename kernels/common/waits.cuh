@@ -21,8 +21,9 @@ struct Wait {
   static constexpr u32 by_site = ~0u, nobody = ~0u;
 };
 
-// The direction of the call that has a wait.
+// The direction of the call that has a wait: weights are sent ahead within a combine.
 TY_DEVICE u32 direction_of(const Wait &wait) {
+  if (wait.direction == TY_DIRECTION_WEIGHTS) return TY_DIRECTION_COMBINE;
   if (wait.direction != Wait::by_site) return wait.direction;
   u32 site = wait.site;
   if (site == TY_SITE_BARRIER) return TY_DIRECTION_BARRIER;
@@ -56,8 +57,8 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 poll, u64 &
     if (!is_awaited(c, direction_of(wait), wait.peer, linked, wait.epoch, now, waited, sign)) return false;
     if (c.absences.masks_silent) return true;
   }
-  // What this rank is to do itself may be behind its wait for another one.
-  u64 timeouts = tolerates_absence(c) && wait.peer == c.rank ? most_timeouts + 1 : 1;
+  // What this rank is to do itself may be behind its waits for all others, one after the other.
+  u64 timeouts = tolerates_absence(c) && wait.peer == c.rank ? u64{most_timeouts} * c.ranks : 1;
   if (waited / timeouts <= c.timeout_ns + wait.grace_ns) return true;
   keep_fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
   close(c);

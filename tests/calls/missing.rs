@@ -108,8 +108,14 @@ impl Member {
         Member { rig, ranks, rows, row_expert, source, token_experts, token_weights, spare, capacity, weights, nodes }
     }
 
-    fn late(self) -> Member {
-        Member { weights: Weights::Combine, ..self }
+    /// Of a context whose weights come so.
+    fn with_weights(self, weights: Weights) -> Member {
+        Member { weights, ..self }
+    }
+
+    /// Call number `salt`, of a layout that has weights in that way.
+    fn call(&self, salt: usize) -> Call {
+        Call { layout: if self.weights == Weights::Combine { salt % 2 } else { salt % 3 }, ..Call::number(salt) }
     }
 
     fn put(&self, call: Call) {
@@ -343,8 +349,7 @@ fn adds(came: &[Came]) -> Vec<bool> {
 /// Rounds in which these ranks' part counts, checked.
 fn good_rounds(member: &Member, salts: std::ops::Range<usize>, came: &[Came]) {
     for salt in salts {
-        let call =
-            Call { layout: if member.weights == Weights::Combine { salt % 2 } else { salt % 3 }, ..Call::number(salt) };
+        let call = member.call(salt);
         member.put(call);
         let handle = member.dispatch(call).unwrap();
         assert_eq!(member.wrong_rows(call, came), None, "rank {} {call:?}", member.rig.rank);
@@ -359,13 +364,12 @@ const LONG: Duration = Duration::from_secs(10);
 /// more.
 #[test]
 fn a_masked_rank_gets_nothing_is_awaited_by_nobody_and_adds_nothing() {
-    for late in [false, true] {
+    for weights in nodes::WEIGHTS {
         for missing in [MissingRanks::Masked, MissingRanks::MaskedAtDeadline] {
             on_ranks(4, |world| {
-                let weights = if late { Weights::Combine } else { Weights::Dispatch };
                 let change = with_masks(missing, LONG);
                 let member = Member::new(&world, test_device(&world), |builder| change(builder).weights(weights));
-                let member = if late { member.late() } else { member };
+                let member = member.with_weights(weights);
                 good_rounds(&member, 0..6, &[Came::Whole; 4]);
                 assert_eq!(member.mask(), [0; 4]);
                 world.barrier("before the mask").unwrap();
@@ -727,7 +731,8 @@ fn own_rows_come_behind_weights_that_do_not() {
         let (begun, found) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let report = seeded_world(config, 2, |rank, device| {
             let change = with_masks(MissingRanks::MaskedAtDeadline, deadline);
-            let member = Member::new(&worlds[rank], device, |b| change(b).sms(2).weights(Weights::Combine)).late();
+            let member = Member::new(&worlds[rank], device, |b| change(b).sms(2).weights(Weights::Combine))
+                .with_weights(Weights::Combine);
             let (ep, stream) = (&member.rig.ep, &member.rig.stream);
             let call = Call { salt: 2, layout: 0, halves: false, counts_first: false };
             member.put(call);

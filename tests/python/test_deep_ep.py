@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tokenyard
-from rig import in_threads, one_node, settle
+from rig import in_threads, settle
 from rig import free_port
 
 if os.environ.get("TOKENYARD_STRICT") == "1":
@@ -456,7 +456,6 @@ def test_low_latency_and_normal_calls_alternate_and_two_handles_live():
     in_world(work)
 
 
-@one_node
 def test_a_masked_rank_is_gone_on_without():
     tokens = Tokens(seed=8, counts=(5, 4, 6))
 

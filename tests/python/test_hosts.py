@@ -82,7 +82,7 @@ def grouped(scenario, nodes, network, folder):
         store = dist.FileStore(os.path.join(folder, "store"), RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         made = scenario(rank)
-        if scenario is not killed:
+        if scenario not in (killed, shrunk):
             dist.barrier()
         return made
 
@@ -292,6 +292,30 @@ def killed(rank):
     return [*found, time.monotonic() - began]
 
 
+def shrunk(rank):
+    """A rank ends in the middle of a job, and low-latency calls go on without it: nothing else is lost, of whichever
+    node."""
+    tokenyard.set_network("simulated", silence=1.5)
+    buffer = group_buffer(enable_shrink=True)
+    buffer._low_latency._timeout = 2.0
+    a_trip(buffer)
+    a_trip(buffer, low_latency=True)
+    dist_barrier()
+    if rank == RANKS - 1:
+        os._exit(0)
+    x = torch.full((3, 128), rank + 1.0, dtype=torch.bfloat16)
+    ids, ones, mask = torch.arange(6).view(3, 2) % 8, torch.ones(3, 2), torch.zeros(RANKS, dtype=torch.int32)
+    # Two experts of each rank. In the first call the last rank is silent; in later ones it is masked from the start.
+    for _ in range(3):
+        got, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, 16, 8, use_fp8=False)
+        assert counts.tolist() == [RANKS - 1] * 2, counts
+        y, _, _ = buffer.low_latency_combine(got * 2, ids, ones, handle)
+        assert torch.equal(y, x * 2 * (ids < 6).sum(1, keepdim=True)), y[:, 0]
+        buffer.low_latency_query_mask_buffer(mask)
+        assert mask.tolist() == [0, 0, 0, 1], mask
+    return [buffer._world.nodes, len(_hosts._OPENED)]
+
+
 def by_hosts(rank):
     """Nodes are hosts, which ranks report."""
     import torch.distributed as dist
@@ -365,6 +389,7 @@ SCENARIOS = {
     "other nodes": (refused, lambda rank: "2,2" if rank else "1,3", SIMULATED),
     "other ranks": (refused, "2,3", SIMULATED),
     "killed": (killed, "2,2", SIMULATED),
+    "shrunk": (shrunk, "2,2", SIMULATED),
     "by hosts": (by_hosts, None, SIMULATED),
     "automatic": (automatic, "2,2", None),
 }
@@ -467,6 +492,11 @@ def test_a_rank_that_is_killed_is_missed_by_all(ran):
     assert kind == "PeerLostError" and "lost rank 3" in text
 
 
+def test_a_rank_that_is_killed_is_gone_on_without(ran):
+    results, errors = ran("shrunk")
+    assert results == [*[["returned", [[2, 2], 1]]] * 3, None], (results, errors)
+
+
 def test_nodes_are_the_hosts_that_ranks_report(ran):
     for rank, found in enumerate(returned(ran, "by hosts")):
         assert found["two"] == [[2, 2], rank % 2] and found["uneven"] == [[1, 3], max(rank - 1, 0)]
@@ -540,9 +570,6 @@ def test_ranks_that_are_threads_have_nodes_of_their_world():
             hybrid = deep_ep.HybridEPBuffer(world, 128, 16, 2)
             places = (hybrid.num_of_nodes, hybrid.node_rank, hybrid.local_rank, hybrid.num_of_hybrid_ep_ranks_per_nvlink_domain)
             elastic = deep_ep.ElasticBuffer(world.with_nodes([1, 1, 1]), num_bytes=0)
-            world.barrier()
-            with pytest.raises(NotImplementedError, match="enable_shrink is set, and ranks are on several hosts"):
-                deep_ep.Buffer(world, enable_shrink=True)
             return [*places, elastic.get_physical_domain_size(), elastic.get_logical_domain_size()]
 
         found = in_ranks(tokenyard.World.threads(3), work)

@@ -75,11 +75,7 @@ impl Case {
 
     /// Whether the library builds no context of such a case that goes on without missing ranks.
     fn builds_no_missing(&self) -> bool {
-        let late = self.several_nodes() && self.weights == WeightsWord::Combine;
-        late || self.uneven_nodes()
-            || self.partial != PartialWord::Same
-            || self.payload > 0
-            || self.dispatch_payload > 0
+        self.uneven_nodes() || self.partial != PartialWord::Same || self.payload > 0 || self.dispatch_payload > 0
     }
 
     /// Why calls of this case do not go on without missing ranks, if there is a reason.
@@ -87,7 +83,6 @@ impl Case {
         let reasons = [
             (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
             (self.uneven_nodes(), "its nodes have equally many ranks"),
-            (self.several_nodes() && self.weights == WeightsWord::Combine, "between nodes weights come with dispatch"),
             (self.partial != PartialWord::Same, "partial rows are of the combine dtype"),
             (self.payload > 0, "its sums have no payload"),
             (self.dispatch_payload > 0, "its rows have no payload"),

@@ -30,7 +30,7 @@ fn expected(nodes: &[usize], rank: usize, missing: &[usize]) -> (Vec<Came>, Vec<
 pub(super) fn rounds(member: &Member, salts: std::ops::Range<usize>, missing: &[usize]) {
     let (came, adds) = expected(&member.nodes, member.rig.rank, missing);
     for salt in salts {
-        let call = Call::number(salt);
+        let call = member.call(salt);
         member.put(call);
         let handle = member.dispatch(call).unwrap();
         assert_eq!(member.wrong_rows(call, &came), None, "rank {} {call:?} {:?}", member.rig.rank, member.nodes);
@@ -39,23 +39,26 @@ pub(super) fn rounds(member: &Member, salts: std::ops::Range<usize>, missing: &[
     }
 }
 
-fn member(world: &World, proxy: &Proxy, missing: MissingRanks, deadline: Duration) -> Member {
+fn member(world: &World, proxy: &Proxy, missing: MissingRanks, deadline: Duration, weights: Weights) -> Member {
     let change = with_masks(missing, deadline);
-    Member::new(world, test_device(world), |b| change(b).proxy(proxy).tuning(|t| t.chunk_rows = Some(1)))
+    let tune = |tuning: &mut Tuning| tuning.chunk_rows = Some(1);
+    Member::new(world, test_device(world), |b| change(b).proxy(proxy).weights(weights).tuning(tune))
+        .with_weights(weights)
 }
 
 const SHAPES: [&[usize]; 4] = [&[2, 2], &[1, 1], &[1, 1, 1, 1], &[2, 2, 2, 2]];
+pub(super) const WEIGHTS: [Weights; 2] = [Weights::Dispatch, Weights::Combine];
 
 /// All ranks mask one, which calls no more: the others' calls go on without it, and without what went by way of it.
 #[test]
 fn calls_go_on_without_a_masked_rank_of_any_node() {
-    for nodes in SHAPES {
+    for (nodes, weights) in SHAPES.into_iter().flat_map(|nodes| WEIGHTS.map(|weights| (nodes, weights))) {
         // The first, one between, and the last.
         let ranks: usize = nodes.iter().sum();
         for missing in [0, ranks / 2, ranks - 1] {
             on_nodes(nodes, |world, network| {
                 let proxy = proxy(network, &world, 10_000);
-                let member = member(&world, &proxy, MissingRanks::Masked, LONG);
+                let member = member(&world, &proxy, MissingRanks::Masked, LONG, weights);
                 rounds(&member, 0..5, &[]);
                 world.barrier("before the mask").unwrap();
                 if member.rig.rank != missing {
@@ -80,23 +83,23 @@ fn calls_go_on_without_a_masked_rank_of_any_node() {
 fn calls_go_on_without_a_rank_that_falls_silent_on_any_node() {
     use Stop::*;
     let stops = [BeforeDispatch, AfterDispatchSend, AfterDispatch, AfterCombineSend, BeforeBarrier];
-    for (number, stop) in stops.into_iter().cycle().take(12).enumerate() {
-        let nodes = SHAPES[number % 4];
-        silence(nodes, number % nodes.iter().sum::<usize>(), stop, number, number % 3 == 0);
+    for (number, stop) in stops.into_iter().cycle().take(16).enumerate() {
+        let (nodes, weights) = (SHAPES[number % 4], WEIGHTS[number / 4 % 2]);
+        silence(nodes, weights, number % nodes.iter().sum::<usize>(), stop, number, number % 3 == 0);
     }
 }
 
-fn silence(nodes: &[usize], victim: usize, stop: Stop, salt: usize, dies: bool) {
+fn silence(nodes: &[usize], weights: Weights, victim: usize, stop: Stop, salt: usize, dies: bool) {
     let deadline = Duration::from_millis(800);
     let left = AtomicUsize::new(nodes.iter().sum::<usize>() - 1);
     on_nodes(nodes, |world, network| {
         let proxy = proxy(network, &world, 1_000);
-        let member = member(&world, &proxy, MissingRanks::MaskedAtDeadline, deadline);
+        let member = member(&world, &proxy, MissingRanks::MaskedAtDeadline, deadline, weights);
         let (ep, stream, rank) = (&member.rig.ep, &member.rig.stream, member.rig.rank);
-        let what = format!("rank {rank} of {nodes:?}, {victim} stops {stop:?}, {salt}");
+        let what = format!("rank {rank} of {nodes:?}, {victim} stops {stop:?}, {salt}, {weights:?}");
         rounds(&member, 0..3, &[]);
         world.barrier("silence").unwrap();
-        let call = Call::number(salt);
+        let call = member.call(salt);
         member.put(call);
         if rank == victim {
             member.play_until(stop, call);
@@ -129,7 +132,7 @@ fn silence(nodes: &[usize], victim: usize, stop: Stop, salt: usize, dies: bool) 
         let knows = own == node || local == served;
         let mask: Vec<i32> = (0..member.ranks).map(|rank| i32::from(rank == victim && knows)).collect();
         assert_eq!(member.mask(), mask, "{what}");
-        assert!(member.silent().iter().all(|rank| *rank == victim), "{what}: {:?}", member.silent());
+        assert_eq!(member.silent(), if knows { vec![victim] } else { vec![] }, "{what}");
         left.fetch_sub(1, Ordering::Release);
     });
 }
@@ -156,10 +159,10 @@ pub(super) fn wrong_rows_of_any(member: &Member, call: Call, came: &[Came]) -> O
 /// as ever.
 #[test]
 fn a_rank_masks_a_rank_of_another_node_alone() {
-    for (by, masked) in [(3, 0), (1, 2)] {
+    for (by, masked, weights) in [(3, 0, WEIGHTS[0]), (1, 2, WEIGHTS[0]), (3, 0, WEIGHTS[1]), (1, 2, WEIGHTS[1])] {
         on_nodes(&[2, 2], |world, network| {
             let proxy = proxy(network, &world, 10_000);
-            let member = member(&world, &proxy, MissingRanks::MaskedAtDeadline, LONG);
+            let member = member(&world, &proxy, MissingRanks::MaskedAtDeadline, LONG, weights);
             let (rank, begun) = (member.rig.rank, Instant::now());
             rounds(&member, 0..3, &[]);
             world.barrier("before the mask").unwrap();
@@ -169,7 +172,7 @@ fn a_rank_masks_a_rank_of_another_node_alone() {
             let goes = |one: usize, other: usize| ![(by, masked), (masked, by)].contains(&(one, other));
             let came: Vec<_> = (0..4).map(|from| if goes(from, rank) { Came::Whole } else { Came::Not }).collect();
             let adds: Vec<bool> = (0..4).map(|owner| goes(rank, owner)).collect();
-            for call in (3..12).map(Call::number) {
+            for call in (3..12).map(|salt| member.call(salt)) {
                 member.put(call);
                 let handle = member.dispatch(call).unwrap();
                 assert_eq!(member.wrong_rows(call, &came), None, "rank {rank} {call:?}");

@@ -100,8 +100,6 @@ class Buffer:
             raise ValueError("group and comm are both missing: give one of them")
         self.group = group if group is not None else comm
         self._world: Optional[World] = world_of(group, comm, self.timeout_seconds)
-        if enable_shrink and len(self._world.nodes) > 1:
-            raise NotImplementedError("enable_shrink is set, and ranks are on several hosts: leave it out there")
         self.rank, self.group_size = self._world.rank, self._world.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = (
@@ -118,7 +116,7 @@ class Buffer:
         """Gives up the contexts, once no handle of theirs is alive. Calls are refused from now on. Local; also done
         at the end of a block of `with`."""
         self._normal.close()
-        self._low_latency.clean()
+        self._low_latency.close()
         self._hosts.close()
         self._dispatched = self._combined = None
         self._world = None

@@ -259,6 +259,10 @@ class LowLatency:
     """The context of low-latency calls."""
 
     def __init__(self, hosts: Hosts, timeout: float, shrinks: bool) -> None:
+        if shrinks and len(hosts.world.nodes) > 1:
+            # Rows between nodes go by way of a rank there, and without that rank the node would be out of reach. A rank
+            # that is a node by itself is out of reach alone.
+            hosts = Hosts(hosts.world.with_nodes([1] * hosts.world.size))
         self._hosts, self._timeout, self._shrinks = hosts, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
         self.shapes: Dict[Tuple[Any, ...], Any] = {}
@@ -297,6 +301,11 @@ class LowLatency:
         """The next call, of all ranks, makes a new one, whose mask is empty."""
         self._made = None
         self.shapes.clear()
+
+    def close(self) -> None:
+        """Gives the context up, for good."""
+        self.clean()
+        self._hosts.close()
 
 
 class Kept(NamedTuple):
