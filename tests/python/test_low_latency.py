@@ -350,6 +350,8 @@ def interrupted_at(place, names, call):
         frame.f_trace_opcodes = True
         return opcodes
 
+    # Python 3.12 looks whether any frame traces opcodes as a trace begins.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(calls)
     try:
         call()
