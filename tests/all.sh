@@ -16,6 +16,7 @@ export CARGO_INCREMENTAL=0
 export TOKENYARD_OBJECTS=$PWD/target/objects
 # torch is compiled as it is imported for the first time, and hundreds of processes import it.
 unset PYTHONDONTWRITEBYTECODE
+lint_ahead=
 ahead=
 packages_ahead=
 sanitized_ahead=
@@ -90,11 +91,15 @@ room() {
 # Makes the VM, and looks whether it runs here.
 boots() { env -u TOKENYARD_STRICT tests/verbs/vm.sh --setup && env -u TOKENYARD_STRICT tests/verbs/vm.sh true; }
 
-setup() {
-  say "setup"
+# What all steps need.
+compilers() {
   need cargo cargo
   need g++ g++
   need python3 python3
+}
+
+setup() {
+  say "setup"
   # Headers that bindings are compared with, and the libraries themselves.
   want "libfabric and its headers" header /usr/include/rdma/fabric.h libfabric-dev
   want "libibverbs and its headers" header /usr/include/infiniband/mlx5dv.h libibverbs-dev
@@ -127,9 +132,8 @@ format() {
     xargs .venv/bin/clang-format --dry-run -Werror
 }
 
-# Clippy and rustdoc link nothing, so no kernels are built for them.
-lint() {
-  say "lints"
+# Clippy and rustdoc link nothing, so no kernels are built for them, and they need nothing of the setup.
+lints() {
   local -x TOKENYARD_LINT=1
   cargo clippy --workspace --all-targets --features tokenyard/c -- -D warnings
   # Without GPUs the library and the program differ, tests do not.
@@ -143,6 +147,22 @@ lint() {
     return 1
   fi
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
+}
+
+# Starts the lints, beside the setup, which downloads, boots and uses one core at the most.
+begin_lint() {
+  mkdir -p target
+  lints >target/lints.log 2>&1 &
+  lint_ahead=$!
+}
+
+lint() {
+  say "lints"
+  local status=0
+  wait "$lint_ahead" || status=$?
+  lint_ahead=
+  cat target/lints.log
+  return "$status"
 }
 
 # Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
@@ -418,13 +438,15 @@ coverage() {
   bash tests/coverage.sh
 }
 
-setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
+compilers
+if wanted lint; then begin_lint; fi
+# What was begun ahead, and was not waited for yet, does not outlive a step that fails.
+trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
+setup
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi
-# What was begun ahead, and was not waited for yet, does not outlive a step that fails.
-trap 'kill $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
   case $step in
