@@ -172,9 +172,9 @@ begin_coverage() {
   coverage_ahead=$!
 }
 
-# The release build, with the crate of the Python package, so that its wheel builds nothing of the library again.
-# Symbols of the interpreter stay open, as in the wheel.
-release=(env TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release --workspace)
+# The release build; where the Python package is made, too, with its crate, so that its wheel builds nothing of the
+# library again. Symbols of the interpreter stay open, as in the wheel.
+release=(env TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release)
 
 # Starts the release build, which uses one core for most of its time, beside the lints.
 build_ahead() {
@@ -440,6 +440,7 @@ coverage() {
 
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
+if wanted python; then release+=(--workspace); fi
 compilers
 if wanted lint; then begin_lint; fi
 # What was begun ahead, and was not waited for yet, does not outlive a step that fails.

@@ -41,8 +41,9 @@ const LOOKS: u32 = 16;
 /// Of so many polls for counts one looks for errors, too.
 const ERROR_POLLS: u32 = 16;
 
-/// Most deadlines that a wait takes where ranks may be missing: 1 + `most_timeouts` of kernels/common/absence.cuh.
-const MOST_TIMEOUTS: u32 = 9;
+/// Most deadlines that a wait takes for each rank where ranks may be missing: `most_timeouts` of
+/// kernels/common/absence.cuh.
+const MOST_TIMEOUTS: u32 = 8;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -160,7 +161,7 @@ impl AllToAllBuilder {
         log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         let keep = || Arc::new(InUse::new(&device, peers.clone())) as Owner;
         let arena = shape.in_place.is_some().then(keep);
-        let timeouts = if shape.missing == MissingRanks::Fatal { 1 } else { MOST_TIMEOUTS };
+        let timeouts = if shape.missing == MissingRanks::Fatal { 1 } else { MOST_TIMEOUTS * world.size() as u32 };
         let longest = Duration::from_nanos(context.timeout_ns).saturating_mul(timeouts);
         let patience = longest.saturating_add(Duration::from_secs(5));
         let memory =

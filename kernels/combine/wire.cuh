@@ -14,8 +14,8 @@ TY_DEVICE bool pack_weights(const CombineArgs auto &a, const Team &team, u64 cal
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_WEIGHTS);
   bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_DIRECTION_WEIGHTS, call, link);
   if (team_any(team, stuck)) return false;
-  // The wait may have left the rail out; other teams may do so now.
-  bool out = team_thread(team) == 0 && is_link_out(c, TY_DIRECTION_WEIGHTS, link);
+  // Now: the wait ends for a rail that is masked in between.
+  bool out = team_thread(team) == 0 && is_masked(c, peer_of_link(c, TY_DIRECTION_WEIGHTS, link));
   if (tolerates_absence(c) && team_any(team, out)) return true;
   u32 rows = all_rows(c, a.handle.wire_rows, link);
   const i32 *wire_row = pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;

@@ -102,7 +102,7 @@ TY_DEVICE u32 link_word(const ty_wire_layout &l, u64 epoch, u32 link) {
 }
 
 // Waits until the network has read the previous message of this parity; where the peer may be absent, leaves it out of
-// the launch if it is. By a thread. False once a deadline passed.
+// the launch if it is, unless the message is of weights. By a thread. False once a deadline passed.
 TY_DEVICE bool wait_staging(const Context auto &c, u32 direction, u64 epoch, u32 link) {
   if (epoch - c.first_epoch < 2) return true;
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(layout_of(c, direction), epoch, link);
@@ -112,6 +112,10 @@ TY_DEVICE bool wait_staging(const Context auto &c, u32 direction, u64 epoch, u32
   u32 peer = peer_of_link(c, direction, link);
   if (wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer, "wire staging", direction)) return true;
   if (fails(c, false)) return false;
+  // Others of the block may be adding rows up: who sends weights decides for itself, and sums with rows of the peer's
+  // node and without are made again without.
+  if (direction == TY_DIRECTION_WEIGHTS) return true;
+  if (direction == TY_DIRECTION_COMBINE) drop_rank(c, direction, epoch, peer);
   leave_out(c, peer);
   return true;
 }

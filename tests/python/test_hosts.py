@@ -570,6 +570,8 @@ def test_ranks_that_are_threads_have_nodes_of_their_world():
             hybrid = deep_ep.HybridEPBuffer(world, 128, 16, 2)
             places = (hybrid.num_of_nodes, hybrid.node_rank, hybrid.local_rank, hybrid.num_of_hybrid_ep_ranks_per_nvlink_domain)
             elastic = deep_ep.ElasticBuffer(world.with_nodes([1, 1, 1]), num_bytes=0)
+            with pytest.raises(tokenyard.ConfigError, match="enable_shrink is .*: give the same on all ranks"):
+                deep_ep.Buffer(world, enable_shrink=world.rank != 1)
             return [*places, elastic.get_physical_domain_size(), elastic.get_logical_domain_size()]
 
         found = in_ranks(tokenyard.World.threads(3), work)

@@ -193,6 +193,12 @@ class Hosts:
         """Gives the proxies up, which end with the last context and the last `Hosts` that use them. Local."""
         self._used.clear()
 
+    def must_agree(self, name: str, value: object) -> None:
+        """Refuses on all ranks what they do not give alike. Collective."""
+        given = [each[name] for each in self._exchange({name: str(value)})]
+        if len(set(given)) > 1:
+            refuse(ConfigError, f"{name} is {by_ranks(given)}: give the same on all ranks")
+
     def _agree(self) -> None:
         """Exchanges what ranks state, and what they have."""
         own: Dict[str, Any] = {"host": host(), "address": _address()}

@@ -259,10 +259,11 @@ class LowLatency:
     """The context of low-latency calls."""
 
     def __init__(self, hosts: Hosts, timeout: float, shrinks: bool) -> None:
-        if shrinks and len(hosts.world.nodes) > 1:
+        if len(hosts.world.nodes) > 1:
+            hosts.must_agree("enable_shrink", shrinks)
             # Rows between nodes go by way of a rank there, and without that rank the node would be out of reach. A rank
             # that is a node by itself is out of reach alone.
-            hosts = Hosts(hosts.world.with_nodes([1] * hosts.world.size))
+            hosts = Hosts(hosts.world.with_nodes([1] * hosts.world.size)) if shrinks else hosts
         self._hosts, self._timeout, self._shrinks = hosts, timeout, shrinks
         self._made: Optional[Tuple[Tuple[Any, ...], AllToAll]] = None
         self.shapes: Dict[Tuple[Any, ...], Any] = {}
