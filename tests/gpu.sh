@@ -30,6 +30,10 @@
 #                       its calls cost; needs python3 with pip, torch, numpy and pytest
 #            python-nodes  DeepEP's interfaces, of ranks that share a GPU, as two nodes over the simulated network;
 #                       needs as much
+#            engines    vLLM's and SGLang's own classes over the package, of two ranks, which share a GPU that is alone;
+#                       needs as much, the engines' files in the folders that TOKENYARD_VLLM_FOLDER and
+#                       TOKENYARD_SGLANG_FOLDER name (`tests/all.sh python` unpacks them into target/engines), and the
+#                       packages that they import
 #            figures    decode, prefill, modes, shapes and sweep
 #
 # Pairs:     decode     1 and 128 tokens on all GPUs, eager and in a graph
@@ -52,11 +56,11 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/tests/rows.sh"
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer python python-nodes)
+SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer python python-nodes engines)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
   [checks]=585 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
-  [libfabric]=240 [sanitizer]=480 [python]=540 [python-nodes]=240
+  [libfabric]=240 [sanitizer]=480 [python]=540 [python-nodes]=240 [engines]=540
 )
 
 program() {
@@ -367,7 +371,7 @@ install_wheel() {
   site=$(mktemp -d)
   check install python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheel"
   # Ranks share a GPU, as in tests/python/test_gpu.py.
-  run=(env PYTHONPATH="$site" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
+  run=(env PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
   pytest=("${run[@]}" python3 -m pytest -q -rs -p no:cacheprovider --rootdir "$root")
 }
 
@@ -397,6 +401,20 @@ section_python-nodes() {
   install_wheel python-nodes || return 0
   check tests-on-gpu-nodes env TOKENYARD_TEST_DEVICE=cuda TOKENYARD_TEST_THREADS_OF_NODES=2 TOKENYARD_NETWORK=simulated \
     "${pytest[@]}" "$root"/tests/python/test_{deep_ep,elastic,hybrid}.py
+}
+
+section_engines() {
+  local site run pytest engine folder
+  install_wheel engines || return 0
+  for engine in vllm vllm_native sglang; do
+    folder=TOKENYARD_$(tr '[:lower:]' '[:upper:]' <<<"${engine%_native}")_FOLDER
+    if [ -d "${!folder:-$root/target/engines/${engine%_native}}" ]; then
+      check "$engine" env TOKENYARD_TEST_DEVICE=cuda TOKENYARD_STRICT=1 "${pytest[@]}" "$root/tests/python/test_$engine.py"
+    else
+      note "$engine" skipped "needs the engine's files in a folder that $folder names"
+    fi
+  done
+  rm -rf "$site"
 }
 
 # The options of a pair's rows, a line each after the row's name.

@@ -157,6 +157,8 @@ MUTANTS = [
     ("another network opened", PROXIES, '("tcp", Network::Tcp)', '("tcp", Network::Verbs)', "test_nodes.py"),
     ("errors kept by their own frames", ERRORS, "            raise error\n        finally:\n            del error\n",
      "            raise error\n        finally:\n            pass\n", "test_deep_ep_refused.py"),
+    ("the number that was sent in an error of routing", ERRORS, "if topk_idx is not None:", "if False:",
+     "test_deep_ep_refused.py test_elastic_refused.py"),
     ("handles in pickled exceptions", ERRORS, " if name not in _MADE", "", "test_close.py"),
     ("an all-gather that gc cannot see", WORLDS, "map_or(Ok(()), |all_gather| visit.call(&*all_gather))",
      "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),

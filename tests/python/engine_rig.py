@@ -1,17 +1,20 @@
-"""What tests of engines have in common: ranks that are forks of a program, where SGLang is, and tokens whose experts are
-lines."""
+"""What tests of engines have in common: ranks that are forks of a program and their devices, where SGLang is, and tokens
+whose experts are lines."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
 import sys
 import time
+import types
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SGLANG = pathlib.Path(os.environ.get("TOKENYARD_SGLANG_FOLDER") or ROOT / "target" / "engines" / "sglang")
+DEVICE = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu")
 LOCAL, TOP_K, HIDDEN = 3, 4, 512
 
 
@@ -51,6 +54,62 @@ def fork_ranks(ranks, run_rank, seconds):
         sys.exit(1)
 
 
+@contextlib.contextmanager
+def without_gpus():
+    """Engines are imported as on a machine without GPUs: their kernels are not there, and the process of which ranks are
+    forks must not begin to use a GPU."""
+    import torch
+
+    before = torch.cuda.is_available, torch.cuda.device_count
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    yield
+    torch.cuda.is_available, torch.cuda.device_count = before
+
+
+def on_its_device(rank):
+    """New tensors are on the rank's device from here on: the CPU or, with `TOKENYARD_TEST_DEVICE=cuda`, a GPU, which
+    ranks share where there are fewer."""
+    import torch
+
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+
+
+def drawing(seed):
+    """A generator of the rank's device."""
+    import torch
+
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+@contextlib.contextmanager
+def another_stream(name):
+    """A stream, and an event that was recorded, for work that is to be sent on the stream, after the event, and received
+    on the current one. On the CPU both are stand-ins, which are compared with what is to happen."""
+    import torch
+
+    if DEVICE == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+        yield torch.cuda.Stream(), event
+        return
+    calls, current = [], types.SimpleNamespace(wait_stream=lambda other: calls.append(("received after", other)))
+
+    @contextlib.contextmanager
+    def on(stream):
+        calls.append("sent on")
+        yield
+        calls.append("sent")
+
+    side = types.SimpleNamespace(wait_event=lambda event: calls.append(event))
+    before = torch.cuda.stream, torch.cuda.current_stream
+    torch.cuda.stream, torch.cuda.current_stream = on, lambda: current
+    yield side, name
+    torch.cuda.stream, torch.cuda.current_stream = before
+    assert calls == [name, "sent on", "sent", ("received after", side)]
+
+
 class Lines:
     """Tokens of all ranks, which each rank draws alike. Experts are lines, of columns that differ."""
 
@@ -58,7 +117,7 @@ class Lines:
         """`quantise(x)`: rows as they are sent, and their scales or None."""
         import torch
 
-        draw = torch.Generator().manual_seed(seed)
+        draw = drawing(seed)
         self.counts, self.experts = counts, LOCAL * len(counts)
         self.x = [torch.randn(count, HIDDEN, generator=draw).bfloat16() for count in counts]
         self.ids = [torch.rand(count, self.experts, generator=draw).argsort(1)[:, :TOP_K] for count in counts]

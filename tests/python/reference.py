@@ -48,7 +48,7 @@ def quantised(x, scales):
     """The fp8 rows of bf16 rows without NaN or infinity, and their scales."""
     tokens, hidden = x.shape
     blocks = hidden // BLOCK
-    values = x.float().numpy().reshape(tokens, blocks, BLOCK)
+    values = x.float().cpu().numpy().reshape(tokens, blocks, BLOCK)
     largest = np.maximum(np.abs(values).max(2, initial=0), np.float32(1e-4)).astype(np.float64)
     if scales == "fp32":
         words = torch.from_numpy((largest / 448).astype(np.float32))
@@ -62,7 +62,8 @@ def quantised(x, scales):
         padded[:, :blocks] = exponents
         words = torch.from_numpy(padded.view(np.int32))
     scaled = (values.astype(np.float64) * inverse[..., None].astype(np.float64)).astype(np.float32)
-    return torch.from_numpy(to_e4m3(scaled).reshape(tokens, hidden)).view(torch.float8_e4m3fn), words
+    rows = torch.from_numpy(to_e4m3(scaled).reshape(tokens, hidden)).view(torch.float8_e4m3fn)
+    return rows.to(x.device), words.to(x.device)
 
 
 class Job:

@@ -229,6 +229,7 @@ def test_a_dispatch_with_an_expert_that_is_none_is_finished_and_combined(how):
         except tokenyard.RoutingError as error:
             failure, got = error, error.dispatched
         assert (failure is not None) == (world.rank == 0)
+        assert failure is None or f"token 1 names expert {EXPERTS}," in str(failure)
         if how == "hook":
             rows, _, handle, _, hook = got
             hook()

@@ -149,7 +149,7 @@ def test_weights_by_a_handle_are_those_of_the_first_dispatch(expand, sync):
 
 def test_the_number_of_an_expert_that_is_none_is_in_the_error():
     buffer = alone(ElasticBuffer)
-    for wrong in (-5, EXPERTS + 1, 1 << 40, -(1 << 40)):
+    for wrong in (-5, EXPERTS, EXPERTS + 1, 1 << 40, -(1 << 40)):
         ids = IDS.clone()
         ids[1, 1] = wrong
         with pytest.raises(tokenyard.RoutingError, match=f"choice 1 of token 1 names expert {wrong},"):

@@ -347,6 +347,8 @@ def interrupted_at(place, names, call):
     def calls(frame, *_):
         if frame.f_code.co_name not in names or not frame.f_code.co_filename.endswith("_buffer.py"):
             return None
+        # Python 3.13 traces opcodes of a frame that has a trace alone.
+        frame.f_trace = opcodes
         frame.f_trace_opcodes = True
         return opcodes
 

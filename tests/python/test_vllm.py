@@ -3,7 +3,8 @@ backends of `tokenyard.integrations.vllm` as vLLM's own functions choose them.
 
 Each case is a round trip: prepare, experts in plain torch, finalize, compared element by element with the sum over a
 token's choices at f64. vLLM is unmodified but for what a CPU lacks; `vllm_rig.on_the_cpu` and `patched` have the list.
-As a program, this file imports vLLM once and runs every case on ranks that are forks of it.
+As a program, this file imports vLLM once and runs every case on ranks that are forks of it, on CPU tensors or, with
+`TOKENYARD_TEST_DEVICE=cuda`, on GPU tensors.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import types
 
 import pytest
 
+from engine_rig import DEVICE, drawing, without_gpus
 from vllm_rig import in_forks, on_the_cpu, torch, vllm_folder
 
 NATIVE = ["plugin choice", "plugin others", "high_throughput bf16", "high_throughput fp16", "high_throughput int32",
@@ -25,6 +27,8 @@ NATIVE = ["plugin choice", "plugin others", "high_throughput bf16", "high_throug
 CASES = ["normal bf16", "normal fp8", "normal batches", "normal async", "low_latency bf16", "low_latency fp8",
          "low_latency ue8m0", "low_latency batches", "low_latency async"]
 EXPERTS_OF_RANK, TOP_K = 3, 4
+# Processes that share a GPU run alternately, which is slow.
+WORLDS = (2,) if DEVICE == "cuda" else (2, 4)
 # vLLM's low-latency class accepts no smaller one.
 HIDDEN = 2048
 BLOCK = 128
@@ -52,7 +56,7 @@ def ran():
     return subprocess.run([sys.executable, "-W", "ignore", __file__], env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("case", CASES + NATIVE)
 def test_vllm(ran, case, ranks):
     assert f"right: {case}, {ranks} ranks\n" in ran.stdout, ran.stdout + ran.stderr
@@ -103,7 +107,7 @@ class Layer:
 
     def __init__(self, rank, ranks, seed=1, hidden=HIDDEN, most=12, dtype=torch.bfloat16, top_k=TOP_K, even=False):
         self.dtype, self.ids_dtype, self.on_input = dtype, torch.int64, False
-        draw = torch.Generator().manual_seed(seed)
+        draw = drawing(seed)
         self.rank, self.ranks, self.experts, self.hidden, self.most = rank, ranks, EXPERTS_OF_RANK * ranks, hidden, most
         self.own, self.mirrored = torch.randn(2, self.experts, hidden, generator=draw)
         # One rank without tokens, and one with all.
@@ -306,7 +310,7 @@ def communicator(rank, ranks):
     # A log of NCCL's choices, which are none.
     cuda_communicator.CudaCommunicator._log_all_reduce_backend_selection = lambda self: None
     return cuda_communicator.CudaCommunicator(
-        dist.group.WORLD, torch.device("cpu"), dist.group.WORLD, "ep:0", use_all2all=True
+        dist.group.WORLD, torch.get_default_device(), dist.group.WORLD, "ep:0", use_all2all=True
     )
 
 
@@ -322,7 +326,7 @@ def moe_of(layer, backend, tokens=None):
     )
     return FusedMoEConfig(
         num_experts=layer.experts, experts_per_token=layer.ids[0].shape[1], hidden_dim=layer.hidden, intermediate_size=64,
-        num_local_experts=EXPERTS_OF_RANK, num_logical_experts=layer.experts, activation=MoEActivation.SILU, device="cpu",
+        num_local_experts=EXPERTS_OF_RANK, num_logical_experts=layer.experts, activation=MoEActivation.SILU, device=DEVICE,
         routing_method=RoutingMethodType.Default, moe_parallel_config=parallel, in_dtype=layer.dtype,
         max_num_tokens=tokens or layer.most,
     )
@@ -456,10 +460,10 @@ def with_experts(rank, ranks):
     experts = NaiveBatchedExperts(moe, quant, max_num_tokens=layer.most, num_dispatchers=ranks)
     # The activation is a kernel of CUDA.
     experts.activation = lambda activation, out, x: out.copy_(torch.nn.functional.silu(x[:, :64]) * x[:, 64:])
-    # Experts ask a stream of the accelerator whether it is captured.
+    # Experts ask a stream of the accelerator whether it is captured, for which torch 2.11 has no answer.
     torch.accelerator.current_stream = lambda *device: types.SimpleNamespace(is_capturing=lambda: False)
-    workspace.init_workspace_manager(torch.device("cpu"))
-    draw = torch.Generator().manual_seed(5)
+    workspace.init_workspace_manager(torch.get_default_device())
+    draw = drawing(5)
     w1 = (torch.randn(layer.experts, 128, 136, generator=draw) / 12).to(torch.bfloat16)
     w2 = (torch.randn(layer.experts, 136, 64, generator=draw) / 8).to(torch.bfloat16)
     own = slice(rank * EXPERTS_OF_RANK, (rank + 1) * EXPERTS_OF_RANK)
@@ -478,22 +482,23 @@ def with_experts(rank, ranks):
 
 def load():
     """Imports vLLM, whose loader finds the plug-in."""
-    on_the_cpu()
-    patched()
-    entry_point()
-    # Some of its modules import a function by name, before the plug-in replaces it.
-    import vllm.model_executor.layers.fused_moe.oracle.unquantized  # noqa: F401
-    from vllm.plugins import load_general_plugins
+    with without_gpus():
+        on_the_cpu()
+        patched()
+        entry_point()
+        # Some of its modules import a function by name, before the plug-in replaces it.
+        import vllm.model_executor.layers.fused_moe.oracle.unquantized  # noqa: F401
+        from vllm.plugins import load_general_plugins
 
-    load_general_plugins()
-    # Imported before the forks, which need it.
-    import vllm.model_executor.layers.fused_moe.topk_weight_and_reduce  # noqa: F401
+        load_general_plugins()
+        # Imported before the forks, which need it.
+        import vllm.model_executor.layers.fused_moe.topk_weight_and_reduce  # noqa: F401
 
 
 def main():
     load()
     for case in sys.argv[1:] or CASES + NATIVE:
-        for ranks in (2, 4):
+        for ranks in WORLDS:
             try:
                 in_forks(ranks, lambda rank, size, case=case: run(case, rank, size))
                 print(f"right: {case}, {ranks} ranks", flush=True)

@@ -17,6 +17,8 @@ import types
 
 import torch
 
+from engine_rig import DEVICE, on_its_device
+
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 # Packages that vLLM's modules import for servers, models, tokenizers and media.
 PACKAGES = {
@@ -102,14 +104,20 @@ def vllm_folder():
 def on_the_cpu():
     """Makes `import vllm` work in this process.
 
-    - pin_memory in vllm.utils.torch_utils: counts are copied from pinned memory, of which a CPU has none.
+    - pin_memory in vllm.utils.torch_utils: counts are copied from pinned memory, of which a CPU has none. It is left as
+      it is with `TOKENYARD_TEST_DEVICE=cuda`.
+    - vllm.platforms: there is none, also with GPUs, since vLLM's kernels are not there.
     """
     sys.path.insert(0, vllm_folder())
     sys.meta_path.insert(0, _StandIns())
+    import vllm.platforms
+
+    vllm.platforms.builtin_platform_plugins.clear()
     import vllm.utils.torch_utils
     from vllm.model_executor.layers.fused_moe import modular_kernel
 
-    vllm.utils.torch_utils.PIN_MEMORY = modular_kernel.PIN_MEMORY = False
+    if DEVICE == "cpu":
+        vllm.utils.torch_utils.PIN_MEMORY = modular_kernel.PIN_MEMORY = False
 
 
 def in_forks(ranks, work, seconds=60.0):
@@ -124,6 +132,7 @@ def in_forks(ranks, work, seconds=60.0):
 
                 store = dist.FileStore(os.path.join(folder, "store"), ranks)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+                on_its_device(rank)
                 work(rank, ranks)
                 dist.barrier()
                 reports[rank][1].send(None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from ._native import CapacityError, Error, OrderError, RoutingError
 
 # What a call made all the same: of this process alone, and of the context that made it.
 _MADE = ("handle", "sent", "dispatched", "out")
+# A number that no expert has: it is sent where a caller names an expert that a context has for itself.
+NO_EXPERT = (1 << 31) - 1
 
 
 class Found:
@@ -56,17 +59,29 @@ class Found:
             self._error = error
         return receive()
 
-    def raise_with(self, made: Any, name: str = "dispatched") -> None:
-        """Raises the error, if there is one, with what the call made as this field, if it made something."""
+    def raise_with(self, made: Any, name: str = "dispatched", topk_idx: Any = None) -> None:
+        """Raises the error, if there is one, with what the call made as this field, if it made something. `topk_idx`:
+        the caller's choices, if others were sent in their place."""
         error, self._error = self._error, None
         if error is None:
             return
+        if topk_idx is not None:
+            renumber(error, topk_idx)
         if made is not None:
             setattr(error, name, made)
         try:
             raise error
         finally:
             del error
+
+
+def renumber(error: BaseException, topk_idx: Any) -> None:
+    """Lets an error of routing state the caller's number where `NO_EXPERT` was sent in its place."""
+    text = str(error)
+    place = re.search(rf"choice (\d+) of token (\d+) names expert {NO_EXPERT},", text)
+    if place is not None:
+        choice, token = (int(number) for number in place.groups())
+        error.args = (text.replace(str(NO_EXPERT), str(int(topk_idx[token, choice]))),)
 
 
 def _reduce(error: Error) -> Tuple[Any, Tuple[Any, ...], Dict[str, Any]]:

@@ -7,18 +7,16 @@ its rows, so every rank sees it, and all of them make a larger context and dispa
 
 from __future__ import annotations
 
-import re
 from typing import List, Tuple
 
 import torch
 
+from ._errors import NO_EXPERT
 from ._tensors import in_memory
 from ._worlds import World
 
 # Fewest tokens for which a context is made.
 _LEAST = 128
-# A number that no expert has.
-_NO_EXPERT = torch.iinfo(torch.int32).max
 
 
 def room(world: World, tokens: int, before: int, limit: int = 1 << 20) -> int:
@@ -49,7 +47,7 @@ def named(topk_idx: torch.Tensor, experts: int, ranks: int, name: str = "topk_id
     """The caller's choices, of which none is a further expert: a number that no expert has takes their place."""
     in_memory(name, topk_idx)
     further = (topk_idx >= experts) & (topk_idx < experts + ranks)
-    return topk_idx.masked_fill(further, _NO_EXPERT)
+    return topk_idx.masked_fill(further, NO_EXPERT)
 
 
 def of_choices(came: torch.Tensor, choices: int, waits: bool) -> torch.Tensor:
@@ -61,15 +59,6 @@ def of_choices(came: torch.Tensor, choices: int, waits: bool) -> torch.Tensor:
             "columns on all ranks, also where it has no rows"
         )
     return came[:, :choices]
-
-
-def renumber(error: Exception, topk_idx: torch.Tensor) -> None:
-    """Lets an error of routing state the caller's number where `named` put another one in its place."""
-    text = str(error)
-    place = re.search(rf"choice (\d+) of token (\d+) names expert {_NO_EXPERT},", text)
-    if place is not None:
-        choice, token = (int(number) for number in place.groups())
-        error.args = (text.replace(str(_NO_EXPERT), str(int(topk_idx[token, choice]))),)
 
 
 def notice(x: torch.Tensor, experts: int, choices: int, ranks: int) -> Tuple[torch.Tensor, torch.Tensor]:

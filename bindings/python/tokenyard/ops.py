@@ -85,7 +85,7 @@ def _keep(
     else:
         # Below 0, where no address is.
         key = -next(_NUMBERS)
-        tensor = torch.tensor([key])
+        tensor = torch.tensor([key], device="cpu")
 
     def gone(storage: Any) -> None:
         kept = _KEPT.get(key)

@@ -10,6 +10,7 @@ import torch
 
 from .. import _eager, _growth, _native
 from .._calls import AllToAll
+from .._errors import renumber
 from .._hosts import Hosts
 from .._native import Error, Format, Output, World
 from .._tensors import device_of, name_of
@@ -623,7 +624,7 @@ class Buffer:
 
     def _mask(self) -> torch.Tensor:
         if not self.enable_shrink or self._low_latency.made() is None:
-            return torch.zeros(self.group_size, dtype=torch.int32)
+            return torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
         mask = self._masking().rank_mask
         if hasattr(mask, "__cuda_array_interface__"):
             return torch.as_tensor(mask, device="cuda")
@@ -712,7 +713,7 @@ class _Normal:
         self.buffer, self.x, self.scales, self.experts, self.named = buffer, x, scales, experts, named
         self.ranks = buffer.group_size
         self.by_rank = topk_idx is None
-        self.topk_idx = named if topk_idx is None else _growth.named(topk_idx, experts, self.ranks)
+        self.asked, self.topk_idx = topk_idx, named if topk_idx is None else _growth.named(topk_idx, experts, self.ranks)
         self.topk_weights = None if self.by_rank else topk_weights
         self.choices = self.topk_idx.shape[1]
         self.wanted = Wanted(x.shape[1], experts, self.choices, x.dtype == torch.float32, device_of(x))
@@ -747,8 +748,8 @@ class _Normal:
         )
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
-        results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32).cumsum(0))
-        found.raise_with((*results, EventOverlap()))
+        results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32, device="cpu").cumsum(0))
+        found.raise_with((*results, EventOverlap()), topk_idx=self.asked)
         return results
 
     def worst(self, rows: int) -> Any:
@@ -774,6 +775,7 @@ class _Normal:
             )
         except BaseException as error:
             if hasattr(error, "handle"):
+                renumber(error, self.asked)
                 setattr(error, "dispatched", (*results(error.handle), EventOverlap()))
             raise
 

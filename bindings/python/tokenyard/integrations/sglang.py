@@ -409,17 +409,16 @@ class _Dispatcher:
         offered = Offered(x, ids, tokens.weights, None).within(ep, self._experts)
         return self._send(
             lambda: ep.dispatch_send(offered.x, offered.topk_idx, offered.weights, format=format, counts=True),
-            lambda sent, found: _Prefill(tokens, fp8, ep, format, sent, found), tokens.ids,
+            lambda sent, found: _Prefill(tokens, fp8, ep, format, sent, found),
         )
 
-    def _send(self, send: Callable[[], Sent], call_of: Callable[[Sent, Found], _Call], ids: torch.Tensor) -> _Call:
+    def _send(self, send: Callable[[], Sent], call_of: Callable[[Sent, Found], _Call]) -> _Call:
         """What was sent, which is received also where it could not be complete."""
         found = Found()
         try:
             sent = send()
         except RoutingError as error:
             # It goes on without this rank's tokens. Raised once it was received.
-            _growth.renumber(error, ids)
             sent = found.take(error, "sent")
         except BaseException as error:
             # Ctrl-C while it was under way.
@@ -474,7 +473,7 @@ class _Dispatcher:
             got.rows, got.scales, _growth.of_choices(got.token_experts, choices, True).long(),
             got.token_weights[:, :choices].contiguous(), counts,
         )
-        found.raise_with(made)
+        found.raise_with(made, topk_idx=ids)
         return made
 
     def _send_decode(self, tokens: _Tokens, fp8: bool) -> _Decode:
@@ -498,7 +497,7 @@ class _Dispatcher:
         )
         return self._send(
             lambda: ep.dispatch_send(x, tokens.ids, format=format),
-            lambda sent, found: _Decode(tokens, ep, sent, output, got.rows, got.scales, got.counts, found), tokens.ids,
+            lambda sent, found: _Decode(tokens, ep, sent, output, got.rows, got.scales, got.counts, found),
         )
 
     def _receive_decode(self) -> Any:

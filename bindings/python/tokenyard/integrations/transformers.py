@@ -41,8 +41,8 @@ import torch.distributed as dist
 
 from .. import ops
 from .._calls import AllToAll
-from .._errors import Found
-from .._growth import named, notice, placement, renumber, room
+from .._errors import Found, renumber
+from .._growth import named, notice, placement, room
 from .._hosts import Hosts
 from .._native import Error, RoutingError
 from .._tensors import capturing, device_of, name_of

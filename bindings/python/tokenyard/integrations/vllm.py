@@ -712,7 +712,7 @@ class _Standard(_Both):
             numbers = torch.where(local < 0, elsewhere, local + first).to(dtype)
             meta = self._modular.ExpertTokensMetadata(
                 expert_num_tokens=got.counts,
-                expert_num_tokens_cpu=None if counts is None else torch.tensor(counts, dtype=torch.int32),
+                expert_num_tokens_cpu=None if counts is None else torch.tensor(counts, dtype=torch.int32, device="cpu"),
             )
             if not early and not defer_input_quant and rows.numel():
                 if capturing and _of_tensor(quant_config):
