@@ -91,10 +91,10 @@ ways() {
   local name
   for name in transport calls; do sed -n "/\/$name-[^/]*\$/s/^/alone /p" <<<"$programs"; done
   sed -n '/\/verbs-[^/]*$/s/^/in_vm /p' <<<"$programs"
-  for name in program proxy; do sed -n "/\/$name-[^/]*\$/s/^/alone /p" <<<"$programs"; done
-  echo "of_documentation $target"
+  for name in program proxy tokenyard proxy_quiet; do sed -n "/\/$name-[^/]*\$/s/^/alone /p" <<<"$programs"; done
   sed -n '/\/transport-[^/]*$/s/^/over_libfabric2 /p' <<<"$programs"
-  grep -v -E '/(transport|calls|proxy|program|verbs)-[^/]*$' <<<"$programs" | sed 's/^/alone /'
+  echo "of_documentation $target"
+  grep -v -E '/(transport|calls|proxy|program|verbs|tokenyard|proxy_quiet)-[^/]*$' <<<"$programs" | sed 's/^/alone /'
 }
 # shellcheck disable=SC2016
 ways | xargs -P 2 -d '\n' -n 1 bash -c 'set -euo pipefail; ended "${1%% *}" "${1#* }"' bash

@@ -44,6 +44,23 @@ def test_ranks_as_threads(tmp_path, capsys, layout, dtype):
     assert "0 elements wrong" in capsys.readouterr().out
 
 
+def test_several_numbers_of_tokens(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert bench.main([*SMALL, "--world", "2", "--tokens", "3,1,40", "--json", str(path)]) == 0
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["tokens"], each["checked"], each["mismatches"]) for each in found] == [(3, 4, 0), (1, 4, 0), (40, 4, 0)]
+    said = capsys.readouterr().out
+    assert all(f"cpu, {tokens} tokens, fp8" in said for tokens in (3, 1, 40)) and said.count("0 elements wrong") == 3
+
+
+def test_one_wrong_result_of_several_is_a_failure(tmp_path, monkeypatch):
+    kept = bench.measure
+    monkeypatch.setattr(bench, "measure", lambda rank, *given: kept(rank, *given) | {"wrong": int(rank.shape.tokens == 3)})
+    path = tmp_path / "bench.json"
+    assert bench.main([*SMALL, "--world", "2", "--tokens", "3,1", "--json", str(path)]) == 1
+    assert [json.loads(line)["verified"] for line in path.read_text().splitlines()] == [False, True]
+
+
 def test_only_the_first_is_checked(tmp_path):
     assert run(tmp_path, "--world", "2", "--check", "first")[1]["checked"] == 1
     assert run(tmp_path, "--world", "2", "--check", "2", "--warmup", "0")[1]["checked"] == 2
@@ -184,6 +201,8 @@ REFUSED = [
     (["--mode", "graph"], "--mode graph needs a GPU: give --mode fused or split"),
     (["--hidden", "100"], "--hidden is 100: give a multiple of 128 for --dtype fp8"),
     (["--tokens", "0"], "argument --tokens: '0' is no positive number below 2^63"),
+    (["--tokens", "1,,2"], "argument --tokens: '' is no positive number below 2^63"),
+    (["--tokens", "4,x"], "argument --tokens: 'x' is no positive number below 2^63"),
     (["--seed", str(2**63)], "argument --seed: '9223372036854775808' is no positive number below 2^63"),
     (["--json", "/no/such/folder/r.json"], "argument --json: '/no/such/folder/r.json': there is no folder /no/such/folder"),
     (["--json", "/"], "argument --json: '/': that is a folder: give a file"),

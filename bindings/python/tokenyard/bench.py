@@ -417,6 +417,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _several(text: str) -> List[int]:
+    """The numbers of an option, with commas between them."""
+    return [positive(each) for each in text.split(",")]
+
+
 def from_zero(text: str) -> int:
     """The number of an option, which may be 0."""
     return 0 if text == "0" else positive(text)
@@ -432,7 +437,7 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--world", type=positive, help="ranks; under torchrun those of the environment")
-    parser.add_argument("--tokens", type=positive, default=128, help="tokens of each rank")
+    parser.add_argument("--tokens", type=_several, default=[128], help="tokens of each rank; several: 1,16,128")
     parser.add_argument("--hidden", type=positive, default=7168, help="columns of a row")
     parser.add_argument("--experts", type=positive, default=256, help="experts of all ranks")
     parser.add_argument("--top-k", type=positive, default=8, help="experts of a token")
@@ -496,8 +501,8 @@ def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
                                "give all ranks the same options")
 
 
-def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock) -> List[Dict[str, Any]]:
-    """A rank's part; the times of all ranks."""
+def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock) -> List[List[Dict[str, Any]]]:
+    """A rank's part; for each number of tokens the times of all ranks."""
     _must_agree(world, args)
     device, sms = torch.device("cpu"), args.sms
     stream: Any = None
@@ -510,13 +515,17 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
         if sms is None and args.launch == "threads" and shared > 1:
             sms = (torch.cuda.get_device_properties(device).multi_processor_count - 4) // shared
         stream = _cuda.Stream(device)
-    shape = Shape(args.world, args.tokens, args.hidden, args.experts, args.top_k, args.dtype, args.layout, args.seed)
-    with torch.cuda.stream(stream):
-        rank = Rank(world, shape, args.mode, device, lock, sms)
-        found = {**measure(rank, args.iters, args.warmup, args.check), "nodes": world.nodes}
-        gathered = [json.loads(each) for each in world.all_gather(json.dumps(found).encode())]
-        world.barrier()
-    return gathered
+    results = []
+    for tokens in args.tokens:
+        shape = Shape(args.world, tokens, args.hidden, args.experts, args.top_k, args.dtype, args.layout, args.seed)
+        with torch.cuda.stream(stream):
+            rank = Rank(world, shape, args.mode, device, lock, sms)
+            found = {**measure(rank, args.iters, args.warmup, args.check), "nodes": world.nodes}
+            # Its context goes before the next one is made.
+            del rank
+            results.append([json.loads(each) for each in world.all_gather(json.dumps(found).encode())])
+            world.barrier()
+    return results
 
 
 def in_threads(ranks: int, work: Callable[[tokenyard.World], _T]) -> List[_T]:
@@ -540,8 +549,8 @@ def in_threads(ranks: int, work: Callable[[tokenyard.World], _T]) -> List[_T]:
     return [results[rank] for rank in range(ranks)]
 
 
-def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """The result of a run from the times of all ranks, by the names of the program's JSON."""
+def report(args: argparse.Namespace, tokens: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """The result for so many tokens from the times of all ranks, by the names of the program's JSON."""
     wrong, error = sum(each["wrong"] for each in ranks), max(each["error"] for each in ranks)
     shape = {name: getattr(args, name) for name in ("hidden", "experts", "top_k", "dtype")}
     return {
@@ -554,7 +563,7 @@ def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, A
         "launch": args.launch,
         **shape,
         "combine_dtype": "bf16" if args.dtype == "fp8" else args.dtype,
-        "tokens": args.tokens,
+        "tokens": tokens,
         "routing": "uniform",
         "layout": args.layout,
         "mode": args.mode,
@@ -572,8 +581,8 @@ def report(args: argparse.Namespace, ranks: List[Dict[str, Any]]) -> Dict[str, A
     }
 
 
-def _of_all_ranks(args: argparse.Namespace) -> Tuple[List[Dict[str, Any]], bool]:
-    """The times of all ranks, and whether this process writes them."""
+def _of_all_ranks(args: argparse.Namespace) -> Tuple[List[List[Dict[str, Any]]], bool]:
+    """For each number of tokens the times of all ranks, and whether this process writes them."""
     if args.launch == "threads":
         lock = threading.Lock()
         return in_threads(args.world, lambda world: _run(world, args, lock))[0], True
@@ -593,29 +602,35 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the benchmark; rank 0 writes the results. Returns the exit status."""
     args = arguments(argv)
     try:
-        ranks, first = _of_all_ranks(args)
+        results, first = _of_all_ranks(args)
     except (Unusable, tokenyard.ConfigError, tokenyard.ArgumentError) as refused:
         _program.complain(_NAME, str(refused))
         return 2
     except tokenyard.Error as failure:
         _program.complain(_NAME, f"{type(failure).__name__}: {failure}")
         return 1
-    found = report(args, ranks)
-    status = 0 if found["verified"] else 1
+    reports = [report(args, tokens, ranks) for tokens, ranks in zip(args.tokens, results)]
+    status = 0 if all(found["verified"] for found in reports) else 1
     if not first:
         return status
+    # A result a line.
+    text = "\n".join(map(json.dumps, reports))
     if args.json == "-":
-        return _program.say(_NAME, json.dumps(found)) or status
-    lines = [f"{args.world} ranks ({args.launch}) on {found['device_name']}, {args.tokens} tokens, {args.dtype}, "
+        return _program.say(_NAME, text) or status
+    status = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found))) or status
+    if args.json is not None:
+        status = _program.write_file(_NAME, args.json, text) or status
+    return status
+
+
+def _lines(args: argparse.Namespace, found: Dict[str, Any]) -> List[str]:
+    """What is printed of a result."""
+    lines = [f"{args.world} ranks ({args.launch}) on {found['device_name']}, {found['tokens']} tokens, {args.dtype}, "
              f"{args.layout}, {args.mode}"]
     for name in ("dispatch", "combine"):
         times = found[f"{name}_us"]
         lines.append(f"  {name:8}  p50 {times['p50']:9.1f} us   p95 {times['p95']:9.1f} us")
-    lines.append(f"  {found['checked']} iterations checked: {found['mismatches']} elements wrong")
-    status = _program.say(_NAME, "\n".join(lines)) or status
-    if args.json is not None:
-        status = _program.write_file(_NAME, args.json, json.dumps(found)) or status
-    return status
+    return [*lines, f"  {found['checked']} iterations checked: {found['mismatches']} elements wrong"]
 
 
 if __name__ == "__main__":
