@@ -47,7 +47,7 @@ def test_ranks_as_threads(tmp_path, capsys, layout, dtype):
 def test_several_numbers_of_tokens(tmp_path, capsys):
     path = tmp_path / "bench.json"
     assert bench.main([*SMALL, "--world", "2", "--tokens", "3,1,40", "--json", str(path)]) == 0
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = json.loads(path.read_text())["results"]
     assert [(each["tokens"], each["checked"], each["mismatches"]) for each in found] == [(3, 4, 0), (1, 4, 0), (40, 4, 0)]
     said = capsys.readouterr().out
     assert all(f"cpu, {tokens} tokens, fp8" in said for tokens in (3, 1, 40)) and said.count("0 elements wrong") == 3
@@ -58,7 +58,7 @@ def test_one_wrong_result_of_several_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda rank, *given: kept(rank, *given) | {"wrong": int(rank.shape.tokens == 3)})
     path = tmp_path / "bench.json"
     assert bench.main([*SMALL, "--world", "2", "--tokens", "3,1", "--json", str(path)]) == 1
-    assert [json.loads(line)["verified"] for line in path.read_text().splitlines()] == [False, True]
+    assert [each["verified"] for each in json.loads(path.read_text())["results"]] == [False, True]
 
 
 def test_only_the_first_is_checked(tmp_path):
@@ -271,6 +271,7 @@ def ended(ranks):
 DIFFER = {
     "seed": (["--seed", "1"], ["--seed", "2"], {}, "--seed is 2 on rank 1 and 1 on rank 0: give all ranks the same options"),
     "iters": ([], ["--iters", "4"], {}, "--iters is 4 on rank 1 and 3 on rank 0: give all ranks the same options"),
+    "tokens": ([], ["--tokens", "6,7"], {}, "--tokens is 6,7 on rank 1 and 6 on rank 0: give all ranks the same options"),
     "top-k": ([], ["--top-k", "2"], {}, "--top-k is 2 on rank 1 and 3 on rank 0: give all ranks the same options"),
 }
 

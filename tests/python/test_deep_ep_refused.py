@@ -247,6 +247,26 @@ def test_a_dispatch_with_an_expert_that_is_none_is_finished_and_combined(how):
     in_threads("cpu", 2, work)
 
 
+@pytest.mark.parametrize("token", [999, 1])
+def test_an_error_of_an_earlier_call_keeps_its_numbers(monkeypatch, token):
+    """As on a GPU, where the wait for counts may tell of it."""
+    c, kept = Calls(tokenyard.World.threads(1)[0]), tokenyard.AllToAll.counts
+    text = f"rank 0, dispatch 1: choice 1 of token {token} names expert 2147483647, which does not exist"
+    found = [tokenyard.RoutingError(text)]
+    found[0].fatal = False
+
+    def counts(*given):
+        if found:
+            raise found.pop()
+        return kept(*given)
+
+    monkeypatch.setattr(tokenyard.AllToAll, "counts", counts)
+    of_rank, _, of_expert, named, _ = c.buffer.get_dispatch_layout(c.ids, EXPERTS)
+    with pytest.raises(tokenyard.RoutingError) as raised:
+        c.buffer.dispatch(c.x, None, of_rank, None, named, of_expert, c.ids, c.weights)
+    assert str(raised.value) == text and len(raised.value.dispatched) == 6
+
+
 @pytest.mark.parametrize("how", ["counted", "worst", "elastic counted", "elastic"])
 def test_errors_are_gone_once_they_are_caught(how):
     """As of other calls: an exception in a frame that it has itself would keep what it holds until gc."""

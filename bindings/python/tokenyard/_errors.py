@@ -59,14 +59,16 @@ class Found:
             self._error = error
         return receive()
 
-    def raise_with(self, made: Any, name: str = "dispatched", topk_idx: Any = None) -> None:
+    def raise_with(
+        self, made: Any, name: str = "dispatched", sent: Optional[Callable[[], Any]] = None, topk_idx: Any = None
+    ) -> None:
         """Raises the error, if there is one, with what the call made as this field, if it made something. `topk_idx`:
-        the caller's choices, if others were sent in their place."""
+        the caller's choices where those of `sent()` went in their place."""
         error, self._error = self._error, None
         if error is None:
             return
-        if topk_idx is not None:
-            renumber(error, topk_idx)
+        if sent is not None:
+            renumber(error, sent(), topk_idx)
         if made is not None:
             setattr(error, name, made)
         try:
@@ -75,12 +77,15 @@ class Found:
             del error
 
 
-def renumber(error: BaseException, topk_idx: Any) -> None:
-    """Lets an error of routing state the caller's number where `NO_EXPERT` was sent in its place."""
+def renumber(error: BaseException, sent: Any, topk_idx: Any) -> None:
+    """Lets an error of routing state the caller's number where `NO_EXPERT` was sent in its place. On a GPU the error may
+    be one of an earlier call, whose choices are others: it stays as it is."""
     text = str(error)
     place = re.search(rf"choice (\d+) of token (\d+) names expert {NO_EXPERT},", text)
-    if place is not None:
-        choice, token = (int(number) for number in place.groups())
+    if place is None:
+        return
+    choice, token = (int(number) for number in place.groups())
+    if token < sent.shape[0] and choice < sent.shape[1] and int(sent[token, choice]) == NO_EXPERT:
         error.args = (text.replace(str(NO_EXPERT), str(int(topk_idx[token, choice]))),)
 
 

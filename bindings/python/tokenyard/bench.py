@@ -489,6 +489,11 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return args
 
 
+def _text(value: Any) -> str:
+    """An option's value as it is given."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
     """Refuses options in which ranks differ. Collective."""
     own = {name: value for name, value in vars(args).items() if name != "json"}
@@ -497,7 +502,7 @@ def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
         for name in own:
             if others[name] != of_ranks[0][name]:
                 option = f"--{name.replace('_', '-')}"
-                raise Unusable(f"{option} is {others[name]} on rank {rank} and {of_ranks[0][name]} on rank 0: "
+                raise Unusable(f"{option} is {_text(others[name])} on rank {rank} and {_text(of_ranks[0][name])} on rank 0: "
                                "give all ranks the same options")
 
 
@@ -521,9 +526,10 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
         with torch.cuda.stream(stream):
             rank = Rank(world, shape, args.mode, device, lock, sms)
             found = {**measure(rank, args.iters, args.warmup, args.check), "nodes": world.nodes}
-            # Its context goes before the next one is made.
-            del rank
             results.append([json.loads(each) for each in world.all_gather(json.dumps(found).encode())])
+            # All ranks' contexts, and rows, go before the next ones are made.
+            del rank
+            _rows.cache_clear()
             world.barrier()
     return results
 
@@ -613,8 +619,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     status = 0 if all(found["verified"] for found in reports) else 1
     if not first:
         return status
-    # A result a line.
-    text = "\n".join(map(json.dumps, reports))
+    # As the program writes one, and several.
+    text = json.dumps(reports[0] if len(reports) == 1 else {"results": reports})
     if args.json == "-":
         return _program.say(_NAME, text) or status
     status = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found))) or status

@@ -749,7 +749,7 @@ class _Normal:
         counts = [-(-rows // alignment) * alignment for rows in experts]
         kept = Kept(ep, handle, self.x.shape[0], sum(sources), self.format(ep))
         results = self.results(got, kept, counts, lambda: torch.tensor(sources, dtype=torch.int32, device="cpu").cumsum(0))
-        found.raise_with((*results, EventOverlap()), topk_idx=self.asked)
+        found.raise_with((*results, EventOverlap()), sent=lambda: self.topk_idx, topk_idx=self.asked)
         return results
 
     def worst(self, rows: int) -> Any:
@@ -775,7 +775,7 @@ class _Normal:
             )
         except BaseException as error:
             if hasattr(error, "handle"):
-                renumber(error, self.asked)
+                renumber(error, self.topk_idx, self.asked)
                 setattr(error, "dispatched", (*results(error.handle), EventOverlap()))
             raise
 

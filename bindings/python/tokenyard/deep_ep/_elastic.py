@@ -300,7 +300,7 @@ class ElasticBuffer:
             if stats is not None:
                 stats.add_(place.unaligned)
             made = EPHandle(call, place, kept_idx)
-            found.raise_with((*results, made, EventOverlap()), topk_idx=topk_idx)
+            found.raise_with((*results, made, EventOverlap()), sent=call.sent, topk_idx=topk_idx)
             return (*results, made, place.tensors(), kept_idx)
 
         made, event = self._on_comm(inputs, previous_event, async_with_compute_stream, work)

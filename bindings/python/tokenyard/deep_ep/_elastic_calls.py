@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -231,8 +232,12 @@ class Call:
             combine_dtype=combine, weights=weights,
         )
 
+    def sent(self) -> torch.Tensor:
+        """The caller's choices as they go."""
+        return _growth.named(self.topk_idx, self.experts, self.buffer.num_ranks)
+
     def offered(self) -> Offered:
-        topk_idx = _growth.named(self.topk_idx, self.experts, self.buffer.num_ranks)
+        topk_idx = self.sent()
         parts = [_choices.words(topk_idx)] if self.expand else []
         if self.expand and self.topk_weights is not None:
             parts.append(self.topk_weights)
@@ -282,7 +287,7 @@ class Call:
 
                 handle = self.buffer._normal.dispatches.halves(
                     lambda: found.sending(send), lambda sent: before.current_stream_wait(),
-                    lambda sent, _: ep.dispatch_recv(sent, made.output), lambda sent: None,
+                    lambda sent, _: found.receive(partial(ep.dispatch_recv, sent, made.output)), lambda sent: None,
                 )
             else:
                 handle = ep.dispatch_into(made.output, offered.x, offered.topk_idx, weights, **given)

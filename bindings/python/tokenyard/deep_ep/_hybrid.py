@@ -9,13 +9,14 @@ the host waits for nothing but counts.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from .. import _choices, _growth
 from .._calls import AllToAll
-from .._errors import Found
+from .._errors import NO_EXPERT, Found
 from .._hosts import Hosts
 from .._native import Format, Output, World
 from .._tensors import device_of, in_memory, name_of
@@ -439,14 +440,17 @@ class _Call:
         choices, over = _choices_of(self.map, ep.top_k)
         # A token with more choices, or of what is no expert, is one that cannot be sent: an error of a later call.
         refused = over if self.wrong is None else over | self.wrong
-        sent_choices = torch.where(refused, torch.iinfo(torch.int32).max, choices)
+        sent_choices = torch.where(refused, NO_EXPERT, choices)
         output, got = self.output(ep, "contiguous", align, rows, drop=True)
         found = Found()
 
         def send() -> Any:
             return self.send(ep, x, sent_choices, self.given.scales, choices, False)
 
-        handle = self.buffer._dispatches.halves(lambda: found.sending(send), lambda sent: output, ep.dispatch_recv)
+        handle = self.buffer._dispatches.halves(
+            lambda: found.sending(send), lambda sent: output,
+            lambda sent, output: found.receive(partial(ep.dispatch_recv, sent, output)),
+        )
         kept = self.kept(ep, handle, rows)
         padded = got.offsets[: self.local + 1].long().diff()
         routed = _Routed(

@@ -473,7 +473,7 @@ class _Dispatcher:
             got.rows, got.scales, _growth.of_choices(got.token_experts, choices, True).long(),
             got.token_weights[:, :choices].contiguous(), counts,
         )
-        found.raise_with(made, topk_idx=ids)
+        found.raise_with(made, sent=lambda: _growth.named(ids, self._experts, self._ranks), topk_idx=ids)
         return made
 
     def _send_decode(self, tokens: _Tokens, fp8: bool) -> _Decode:

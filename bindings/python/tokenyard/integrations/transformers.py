@@ -272,7 +272,7 @@ class _Exchange:
         try:
             return ops.dispatch(self._ep, x, ids, weights, exact=True)
         except RoutingError as error:
-            renumber(error, given)
+            renumber(error, ids, given)
             got: ops.Dispatched = found.take(error, "dispatched")
             return got
 
