@@ -62,8 +62,10 @@ def without_gpus():
 
     before = torch.cuda.is_available, torch.cuda.device_count
     torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
-    yield
-    torch.cuda.is_available, torch.cuda.device_count = before
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = before
 
 
 def on_its_device(rank):
@@ -105,8 +107,10 @@ def another_stream(name):
     side = types.SimpleNamespace(wait_event=lambda event: calls.append(event))
     before = torch.cuda.stream, torch.cuda.current_stream
     torch.cuda.stream, torch.cuda.current_stream = on, lambda: current
-    yield side, name
-    torch.cuda.stream, torch.cuda.current_stream = before
+    try:
+        yield side, name
+    finally:
+        torch.cuda.stream, torch.cuda.current_stream = before
     assert calls == [name, "sent on", "sent", ("received after", side)]
 
 
