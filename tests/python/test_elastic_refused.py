@@ -156,6 +156,35 @@ def test_the_number_of_an_expert_that_is_none_is_in_the_error():
             buffer.dispatch(X, ids, num_experts=EXPERTS)
 
 
+@pytest.mark.parametrize("kind", [ElasticBuffer, NeverWaits])
+def test_routing_that_the_receiving_half_tells_of_is_raised_with_what_came(monkeypatch, kind):
+    """As on a GPU, where the sending half's error comes in place of the receiving one's work, which is made again."""
+    elastic, kept = kind is ElasticBuffer, tokenyard.AllToAll.dispatch_recv
+    buffer = alone(kind) if elastic else NeverWaits(tokenyard.World.threads(1)[0], HIDDEN, 16, EXPERTS)
+    found = [tokenyard.RoutingError("of the sending half")]
+    found[0].fatal = False
+
+    def receive(*given):
+        if found:
+            raise found.pop()
+        return kept(*given)
+
+    def dispatch():
+        if elastic:
+            how = dict(do_cpu_sync=False, previous_event_before_epilogue=buffer.capture())
+            return buffer.dispatch(X, IDS, WEIGHTS, num_experts=EXPERTS, **how)
+        return buffer.dispatch_with_permute(
+            hidden=X, topk_idx=IDS, topk_weights=WEIGHTS, num_of_experts=EXPERTS, num_permuted_tokens=64, non_blocking=True)
+
+    monkeypatch.setattr(tokenyard.AllToAll, "dispatch_recv", receive)
+    with pytest.raises(tokenyard.RoutingError, match="of the sending half") as raised:
+        dispatch()
+    assert not found
+    again = dispatch()
+    # Rows that nothing came for hold anything.
+    assert torch.equal(raised.value.dispatched[0][:TOKENS], again[0][:TOKENS]) and again[0][:TOKENS].any()
+
+
 def test_what_constructors_refuse():
     world = tokenyard.World.threads(1)[0]
     for call in (lambda: ElasticBuffer(None, num_bytes=1), lambda: HybridEPBuffer(None, HIDDEN, 16, 2)):
