@@ -380,18 +380,18 @@ python() {
 
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
 verify() {
-  say "verify"
-  target/release/tokenyard verify --seeds 500
-  target/release/tokenyard verify --seeds 1 --full
-  say "schedules, and messages that are tampered with"
+  say "verify, schedules, and messages that are tampered with"
   two_at_a_time <<'END'
+target/release/tokenyard verify --seeds 500
+target/release/tokenyard verify --seeds 1 --full
 target/release/tokenyard verify --schedules 2000
 target/release/tokenyard verify --schedules 500 --in-place
 target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
 END
 }
 
-# Runs the commands of stdin, a line each, of which each keeps one core busy; prints what each wrote once it has ended.
+# Runs the commands of stdin, a line each, of which each keeps about one core busy; prints what each wrote once it has
+# ended.
 two_at_a_time() {
   # shellcheck disable=SC2016
   xargs -P 2 -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
@@ -411,9 +411,9 @@ sanitize() {
   local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
   local verify='target/sanitized/debug/tokenyard verify'
   local world='hidden=16,sms=2,world_mode=one-thread,experts=48,top_k=3,tokens=2,max_tokens=2,iters=2'
-  $verify --seeds 60
   # The last three: more ranks of a node, and more nodes, than verify draws and a word has bits.
   two_at_a_time <<END
+$verify --seeds 60
 $verify --schedules 60
 $verify --schedules 60 --in-place
 $verify --schedules 250 --forge --timeout-ms 1000
