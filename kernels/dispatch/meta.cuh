@@ -253,24 +253,36 @@ struct Choice {
   float weight; // if it was asked for
 };
 
+TY_DEVICE void find_owner(const Context auto &c, Choice &choice) {
+  if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
+}
+
 // Calls use(choice) for all choices of a tile. Warps alternate from warp `first` of the team on; a warp takes whole
 // tokens, a lane a choice. All lanes of a warp call use together, lanes without a choice too. Calls ready() once
-// before, while the first choices are being loaded. `weighed`: with the weights, loaded beside the choices.
+// before, while the first choices are being loaded. `weighed`: with the weights, loaded beside the choices. `ahead`:
+// choices are loaded while those before are used.
 template <bool weighed, typename Ready, typename Use>
 TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
-                           Ready ready, Use use) {
+                           bool ahead, Ready ready, Use use) {
   ChoiceLane lane = choice_lane(c);
   u32 begin = team_warp(team) < first ? team_warp(team) + team.warps - first : team_warp(team) - first;
+  Choice before{};
   TY_ROLLED
   for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
     Choice choice{
         lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
     if (weighed && choice.there) choice.weight = weight_at(c, in, tile.first + choice.token, choice.k);
     if (choice.there) choice.expert = choice_at(c, in, tile.first + choice.token, choice.k);
-    if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
-    if (token == begin * lane.tokens) ready();
+    if (!ahead) find_owner(c, choice);
+    bool begins = token == begin * lane.tokens;
+    if (begins) ready();
+    if (ahead && !begins) {
+      find_owner(c, before);
+      use(before);
+    }
     if (token >= tile.count) return;
-    use(choice);
+    if (!ahead) use(choice);
+    before = choice;
   }
 }
 
@@ -355,9 +367,9 @@ TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
-// `closed`: as finds_closed; on return as agreed.
+// `closed`: as finds_closed; on return as agreed. `ahead`: as for_choices's.
 TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
-                         const Tile &tile, bool &closed) {
+                         const Tile &tile, bool ahead, bool &closed) {
   bool faulty = false;
   auto clear = [&] {
     u32 planes = repeats_experts(c) ? c.bitmap_planes : 1;
@@ -365,7 +377,7 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
       store(&shared.bitmap[i], 0u);
     closed = !meet_open(c, team, closed);
   };
-  for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
+  for_choices<false>(c, team, in, tile, 0, ahead, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
     Times times = repeats_experts(c) ? times_of(c, choice) : Times{1, 0};
     bool here = is_there(tile, choice.owner);
@@ -440,7 +452,7 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
   const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
-      c, team, in, tile, team.warps - 1, [] {},
+      c, team, in, tile, team.warps - 1, false, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
         u32 before = repeats_experts(c) ? times_of(c, choice).before : 0;

@@ -175,7 +175,7 @@ TY_DEVICE void write_headers(const DispatchArgs auto &a, const Choices &in, char
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_DISPATCH);
   u32 node = node_of_link(c, link);
   for_choices<true>(
-      c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, 0, [] {},
+      c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, 0, false, [] {},
       [&](const Choice &choice) {
         if (!choice.there || !goes_to(c, node, choice.token)) return;
         i32 *header = row_header(l, message, rows_before(c, node, choice.token));

@@ -7,6 +7,10 @@ import signal
 # are of Ctrl-C. A handler of this process is no handler of those, which begin with the system's own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ranks that share a GPU need a hardware queue for each of their streams: a kernel that waits for another rank holds up
+# what is behind it in its queue. CUDA has eight otherwise, and reads this as it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 if os.environ.get("TOKENYARD_TEST_NODES") == "2":
     # An exception in nodes/sitecustomize.py would go unseen.
     from tokenyard import _worlds
