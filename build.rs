@@ -148,7 +148,8 @@ fn object_of(build: &cc::Build, unit: &Path, out: &Path) -> (PathBuf, String) {
     let compiler = build.get_compiler();
     // Warnings change no object.
     let ways: Vec<_> = compiler.args().iter().filter(|way| *way != "-Werror").collect();
-    let key = key_of(&format!("{:?} {ways:?}", compiler.path()), sources_of(unit).iter());
+    let path = compiler.path();
+    let key = key_of(&format!("{path:?} {} {ways:?}", version_of(path)), sources_of(unit).iter());
     if !object.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
         let _ = fs::remove_file(&key_file);
         let mut compile = || {
@@ -232,6 +233,12 @@ fn key_of<'a>(way: &str, sources: impl Iterator<Item = &'a PathBuf>) -> String {
         sum = hash::fnv1a_more(sum, &read(source));
     }
     format!("{sum:016x}")
+}
+
+/// What a host compiler says of its version: another one under the same name makes other objects.
+fn version_of(compiler: &Path) -> String {
+    let said = Command::new(compiler).arg("--version").output();
+    said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default()
 }
 
 /// GCC's runtime of a sanitizer.

@@ -282,16 +282,13 @@ impl InC<'_> {
     }
 }
 
-/// A kernel that does nothing, with an argument as large as a call's.
+/// A kernel that does nothing, with an argument as large as a dispatch's.
 #[cfg(feature = "cuda")]
 mod empty {
     use super::Outcome;
     use cudarc::driver::sys;
     use std::ptr::null_mut;
-
-    /// As many as a dispatch's (`ty_dispatch_args` in kernels/ffi/layout.h).
-    const ARGUMENT_BYTES: usize = 2240;
-    const BLOCK: u32 = 512;
+    use tokenyard::internals::kernels::{DISPATCH_ARGUMENT_BYTES as ARGUMENT_BYTES, MAX_BLOCK_THREADS as BLOCK};
 
     pub struct Empty {
         function: sys::CUfunction,

@@ -39,6 +39,9 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
     KERNEL_LIST.lines().filter_map(|line| line.strip_prefix("TY_KERNEL_ENTRY(")?.strip_suffix(')'))
 }
 
+/// Bytes of the argument of a dispatch kernel.
+pub const DISPATCH_ARGUMENT_BYTES: usize = size_of::<layout::ty_dispatch_args>();
+
 macro_rules! kernel_args {
     ($($name:ident),* $(,)?) => {
         // SAFETY: generated from the header that the kernels include, layout asserted at build time.
