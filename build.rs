@@ -127,7 +127,9 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
     let units: Vec<PathBuf> = files("kernels/cpu", &["cpp"]).into_iter().chain(kernel_units(device_sources)).collect();
-    let (objects, keys): (Vec<_>, Vec<_>) = on_all(&units, |unit| object_of(&build, unit, &out)).into_iter().unzip();
+    let version = version_of(build.get_compiler().path());
+    let made = on_all(&units, |unit| object_of(&build, &version, unit, &out));
+    let (objects, keys): (Vec<_>, Vec<_>) = made.into_iter().unzip();
     let (archive, key, key_file) = (out.join("libtokenyard_cpu.a"), keys.join(" "), out.join("cpu.key"));
     if !archive.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
         // A new one: into an old one objects are only added.
@@ -141,15 +143,14 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
 }
 
 /// The object of a unit and its key: compiled unless it was from the same sources in the same way, by any build that
-/// shares objects with this one.
-fn object_of(build: &cc::Build, unit: &Path, out: &Path) -> (PathBuf, String) {
+/// shares objects with this one. `version`: the compiler's.
+fn object_of(build: &cc::Build, version: &str, unit: &Path, out: &Path) -> (PathBuf, String) {
     let (object, key_file) = (out.join(flat_name(unit, "o")), out.join(flat_name(unit, "key")));
     let mut build = build.clone();
     let compiler = build.get_compiler();
     // Warnings change no object.
     let ways: Vec<_> = compiler.args().iter().filter(|way| *way != "-Werror").collect();
-    let path = compiler.path();
-    let key = key_of(&format!("{path:?} {} {ways:?}", version_of(path)), sources_of(unit).iter());
+    let key = key_of(&format!("{:?} {version} {ways:?}", compiler.path()), sources_of(unit).iter());
     if !object.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
         let _ = fs::remove_file(&key_file);
         let mut compile = || {
@@ -237,8 +238,11 @@ fn key_of<'a>(way: &str, sources: impl Iterator<Item = &'a PathBuf>) -> String {
 
 /// What a host compiler says of its version: another one under the same name makes other objects.
 fn version_of(compiler: &Path) -> String {
-    let said = Command::new(compiler).arg("--version").output();
-    said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default()
+    match Command::new(compiler).arg("--version").output() {
+        Ok(said) if said.status.success() => String::from_utf8_lossy(&said.stdout).into_owned(),
+        Ok(said) => fail(&format!("{} --version ended with {}", compiler.display(), said.status)),
+        Err(why) => fail(&format!("{} cannot be run: {why}; install a C++ compiler, or set CXX", compiler.display())),
+    }
 }
 
 /// GCC's runtime of a sanitizer.

@@ -8,8 +8,9 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ranks that share a GPU need a hardware queue for each of their streams: a kernel that waits for another rank holds up
-# what is behind it in its queue. CUDA has eight otherwise, and reads this as it starts.
+# what is behind it in its queue, and to load a kernel waits for what runs. CUDA reads this as it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 if os.environ.get("TOKENYARD_TEST_NODES") == "2":
     # An exception in nodes/sitecustomize.py would go unseen.

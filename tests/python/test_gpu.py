@@ -13,10 +13,6 @@ import threading
 import numpy as np
 import pytest
 
-# Before CUDA starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
 import tokenyard
 from rig import in_ranks
 
