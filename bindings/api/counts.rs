@@ -42,9 +42,6 @@ impl Counts {
     }
 }
 
-/// Words of a line of the processor's cache: 64 bytes on x86-64 and on most of AArch64.
-const LINE_WORDS: usize = 8;
-
 /// The words of one dispatch that its launch writes. Each bears the number of the words' use, so that those of the use
 /// before are not taken for new ones, and no order among the stores matters. Every use writes all words, so that no
 /// word is ever 2^32 uses old.
@@ -82,14 +79,9 @@ impl CountWords {
             let word = word.load(Ordering::Relaxed);
             (word >> 32 == u64::from(self.number)).then_some((word & 0xffff_ffff) as usize)
         };
-        let words = self.words.words();
-        let (experts, sources) = words.split_at_checked(self.experts)?;
+        let (experts, sources) = self.words.words().split_at_checked(self.experts)?;
         // The last first: while it is missing, a look is one load.
         own(sources.last()?)?;
-        // A word of each line of the cache, so that the lines come side by side, and not as their words are taken.
-        if words.iter().step_by(LINE_WORDS).any(|word| own(word).is_none()) {
-            return None;
-        }
         // A vector that grows as it is collected would be allocated seven times for 256 experts.
         let all = |words: &[AtomicU64]| {
             let mut counts = Vec::with_capacity(words.len());

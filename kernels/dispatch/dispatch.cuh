@@ -299,7 +299,8 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     } else {
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
-      // Counts come sooner so. A plain dispatch of one token takes 0.1 us longer, and kernels between nodes spill.
+      // Counts come sooner so. Plain dispatches of one token take longer, and kernels between nodes have no registers
+      // for it (docs/notebook-calls.md, "Choices ahead").
       bool ahead = !inter_node && takes_counts(a),
            faulty = mark_tile(c, team, in, shared, tile, ahead, closed) || in.bad;
       if (closed) return false;
