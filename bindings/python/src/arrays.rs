@@ -137,7 +137,7 @@ impl Array {
             && tensors.takes(value)
             && let Some(described) = tensors.described(name, value)
         {
-            must_not_be_negative(name, value)?;
+            must_not_be_negative(name, tensors.is_negative(value)?)?;
             let mut array = Array::described(name, value, described, None);
             array.pointer = pointer_of_torch(value, array.pointer)?;
             return Ok(array);
@@ -228,7 +228,7 @@ impl Array {
             let layout = tensor.getattr(intern!(py, "layout"))?;
             return Err(PyTypeError::new_err(format!("{name} has the layout {layout}: give a dense tensor")));
         }
-        must_not_be_negative(name, tensor)?;
+        must_not_be_negative(name, tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)?;
         let asked = || -> PyResult<(u64, Dimensions, Dimensions)> {
             let pointer = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
             let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
@@ -493,8 +493,8 @@ pub(super) fn packed(shape: &[usize], element: usize) -> Dimensions {
 static TENSORS: PyOnceLock<Option<dlpack::Tensors>> = PyOnceLock::new();
 
 /// Refuses a view whose memory holds the negative of its elements.
-fn must_not_be_negative(name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-    if !tensor.call_method0(intern!(tensor.py(), "is_neg"))?.is_truthy()? {
+fn must_not_be_negative(name: &str, negative: bool) -> PyResult<()> {
+    if !negative {
         return Ok(());
     }
     let advice = "its memory holds the negative: give its resolve_neg()";

@@ -4,10 +4,13 @@
 
 use super::arrays::{Dimensions, Element, Place};
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
+use std::ptr::null_mut;
 use std::slice;
 
 #[repr(C)]
@@ -183,6 +186,8 @@ pub(super) struct Tensors {
     describe: unsafe extern "C" fn(*mut c_void, *mut MaybeUninit<Tensor>) -> c_int,
     /// The types whose objects it takes, which live as long as the interpreter.
     types: [usize; 2],
+    /// `Tensor.is_neg`, of torch's module, which stays loaded: to look for it in each tensor takes as long as the call.
+    is_neg: Option<ffi::PyCFunction>,
 }
 
 impl Tensors {
@@ -203,12 +208,27 @@ impl Tensors {
         let describe = unsafe { exchange.cast::<Exchange>().as_ref() }.describe;
         let parameter = torch.getattr("nn")?.getattr("Parameter")?;
         let types = [tensor.as_ptr() as usize, parameter.as_ptr() as usize];
-        Ok(describe.map(|describe| Tensors { describe, types }))
+        let is_neg = torch.call_method1("empty", (0,))?.getattr("is_neg")?;
+        // SAFETY: the object is a function of C; without arguments its type is this one.
+        let is_neg = unsafe {
+            let plain = ffi::PyCFunction_Check(is_neg.as_ptr()) != 0
+                && ffi::PyCFunction_GetFlags(is_neg.as_ptr()) == ffi::METH_NOARGS;
+            if plain { ffi::PyCFunction_GetFunction(is_neg.as_ptr()) } else { None }
+        };
+        Ok(describe.map(|describe| Tensors { describe, types, is_neg }))
     }
 
     /// Whether it takes this object.
     pub fn takes(&self, value: &Bound<'_, PyAny>) -> bool {
         self.types.contains(&(value.get_type_ptr() as usize))
+    }
+
+    /// Whether a tensor is a negative view.
+    pub fn is_negative(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(is_neg) = self.is_neg else { return value.call_method0(intern!(value.py(), "is_neg"))?.is_truthy() };
+        // SAFETY: the object is of a type whose method this is, and the interpreter's lock is held; the result is a new
+        // reference, or null with an exception.
+        unsafe { Bound::from_owned_ptr_or_err(value.py(), is_neg(value.as_ptr(), null_mut())) }?.is_truthy()
     }
 
     /// What a tensor says; None of one that is better asked in Python, which knows why it is refused.

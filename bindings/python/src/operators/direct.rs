@@ -3,21 +3,18 @@
 //! operator, and bindings/python/tokenyard/_eager.py asks for that before.
 
 use super::arguments::Arguments;
-use super::shim::{Shim, Tensor, shim};
+use super::shim::{self, Shim, Tensor, Wrap};
 use super::{Outcome, Results, outcome_of};
 use pyo3::exceptions::PyRuntimeError;
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyTuple};
-use std::mem::forget;
-use std::ptr::null;
 
 /// Functions of torch.
 struct Torch {
-    /// What torch's own compiled functions have their results made by: a list of capsules of `AtenTensorHandle`, which
-    /// it takes over, becomes a list of tensors.
-    made_of: Py<PyAny>,
+    /// Makes a tensor's object. What torch's own compiled functions have their results made by takes five times as
+    /// long, by capsules.
+    wrap: Wrap,
     /// Whether a profiler runs, which knows of operators alone.
     profiled: Py<PyAny>,
     operators: [Py<PyAny>; 8],
@@ -29,13 +26,12 @@ static TORCH: PyOnceLock<Option<Torch>> = PyOnceLock::new();
 /// they call where a profiler runs.
 #[pyfunction]
 pub(crate) fn direct_calls(py: Python<'_>, operators: [Py<PyAny>; 8]) -> bool {
-    let found = || -> PyResult<Torch> {
+    let found = || -> PyResult<Option<Torch>> {
         let of_torch = |module: &str, name: &str| Ok::<_, PyErr>(py.import(module)?.getattr(name)?.unbind());
-        let made_of = of_torch("torch._C._aoti", "alloc_tensors_by_stealing_from_void_ptrs")?;
         let profiled = of_torch("torch._C._autograd", "_profiler_enabled")?;
-        Ok(Torch { made_of, profiled, operators })
+        Ok(shim::wrap().map(|wrap| Torch { wrap, profiled, operators }))
     };
-    TORCH.get_or_init(py, || found().ok()).is_some()
+    TORCH.get_or_init(py, || found().ok().flatten()).is_some()
 }
 
 type Returned<'py> = PyResult<(Bound<'py, PyAny>, i64)>;
@@ -48,7 +44,7 @@ fn called<'py, const N: usize>(
     number: i64,
     work: impl FnOnce(&'static Shim, &Arguments<'_, N>, i64) -> Outcome,
 ) -> Returned<'py> {
-    let Some((shim, torch)) = shim().zip(TORCH.get(py).and_then(Option::as_ref)) else {
+    let Some((shim, torch)) = shim::shim().zip(TORCH.get(py).and_then(Option::as_ref)) else {
         return Err(PyRuntimeError::new_err("this torch has no direct calls: call the operator"));
     };
     if torch.profiled.bind(py).call0()?.is_truthy()? {
@@ -62,25 +58,13 @@ fn called<'py, const N: usize>(
     if let Some(place) = returned {
         return Ok((PyList::new(py, [objects[place]])?.into_any(), number));
     }
-    Ok((made(py, torch.made_of.bind(py), tensors)?, number))
+    Ok((made(py, torch, &tensors)?, number))
 }
 
 /// Tensors as objects.
-fn made<'py>(py: Python<'py>, made_of: &Bound<'py, PyAny>, tensors: Vec<Tensor>) -> PyResult<Bound<'py, PyAny>> {
-    if tensors.is_empty() {
-        return Ok(PyList::empty(py).into_any());
-    }
-    let capsules = tensors.iter().map(|tensor| capsule(py, tensor)).collect::<PyResult<Vec<_>>>()?;
-    let made = made_of.call1((PyList::new(py, capsules)?,));
-    // torch has their references now; after an exception it may have some.
-    tensors.into_iter().for_each(forget);
-    made
-}
-
-/// A capsule of a tensor's handle. It owns nothing.
-fn capsule<'py>(py: Python<'py>, tensor: &Tensor) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: the interpreter's lock is held; the result is a new reference, or null with an exception.
-    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(tensor.handle(), null(), None)) }
+fn made<'py>(py: Python<'py>, torch: &Torch, tensors: &[Tensor]) -> PyResult<Bound<'py, PyAny>> {
+    let objects = tensors.iter().map(|tensor| tensor.object(py, torch.wrap)).collect::<PyResult<Vec<_>>>()?;
+    Ok(PyList::new(py, objects)?.into_any())
 }
 
 /// Calls by their names: `tensors` of Python and a number become what the operator returns.

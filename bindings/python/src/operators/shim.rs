@@ -5,6 +5,7 @@
 
 use crate::arrays::{Array, Element, Place};
 use libloading::os::unix::{Library, RTLD_LAZY};
+use pyo3::prelude::*;
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null_mut;
 use std::slice;
@@ -99,6 +100,20 @@ pub(super) fn shim() -> Option<&'static Shim> {
         let _ = SHIM.set(found);
     }
     SHIM.get()
+}
+
+/// `PyObject *THPVariable_Wrap(const at::TensorBase &)` (`torch/csrc/autograd/python_variable.h`), which is no part of
+/// the stable interface: its mangled name says what it takes. `AtenTensorHandle` is an `at::Tensor *`.
+pub(super) type Wrap = unsafe extern "C-unwind" fn(*const c_void) -> *mut pyo3::ffi::PyObject;
+
+/// That of the torch that is loaded; None of a version that lacks it.
+pub(super) fn wrap() -> Option<Wrap> {
+    let library = loaded("libtorch_python.so")?;
+    // SAFETY: a function of this name has this type.
+    let found = unsafe { library.get(b"_Z16THPVariable_WrapRKN2at10TensorBaseE") }.ok().map(|found| *found);
+    // It stays loaded.
+    std::mem::forget(library);
+    found
 }
 
 /// A library of operators that lasts as long as the process.
@@ -287,9 +302,11 @@ impl Drop for Tensor {
 }
 
 impl Tensor {
-    /// `AtenTensorHandle`: what this one owns.
-    pub fn handle(&self) -> *mut c_void {
-        self.raw
+    /// The tensor's object in Python, with a reference of its own.
+    pub fn object<'py>(&self, py: Python<'py>, wrap: Wrap) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: the tensor lives, and the interpreter's lock is held; the result is a new reference, or null with an
+        // exception.
+        unsafe { Bound::from_owned_ptr_or_err(py, wrap(self.raw)) }
     }
 
     /// Another reference; None where there is no memory.
