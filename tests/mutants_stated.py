@@ -187,8 +187,8 @@ GROUPS = [
          "[hidden as u64, max_tokens as u64,", "[hidden as u64, 0 * max_tokens as u64,"),
     ]),
     ("test", "counts", [
-        ("counts go to the host before sources are added", "kernels/dispatch/receive.cuh",
-         "  add_sources(c, team, shared);\n  team_barrier(team);\n  u64 number", "  u64 number"),
+        ("the host gets the first source's tokens for each", "kernels/dispatch/receive.cuh",
+         "give(c.local_experts + source, load(&shared.source_rows[source]));", "give(c.local_experts + source, load(&shared.source_rows[0]));"),
         ("rails forward nothing for counts", "kernels/dispatch/dispatch.cuh",
          "((a.phases & TY_PHASE_RECEIVE) != 0 || takes_counts(a));", "((a.phases & TY_PHASE_RECEIVE) != 0 || (takes_counts(a) && kind == pass_place));"),
         ("the relay does not listen for counts", "kernels/dispatch/dispatch.cuh",

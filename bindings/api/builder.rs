@@ -541,7 +541,7 @@ impl AllToAllBuilder {
 
     /// A tile's bitmap, of 32 tokens at least, is in shared memory.
     fn check_bitmap(&self, shape: &Shape) -> Result<()> {
-        let most = raw::TY_BITMAP_WORDS as usize / shape.bitmap_planes() - 1;
+        let most = raw::TY_BITMAP_WORDS as usize / shape.bitmap_words(1) - 1;
         if shape.max_local_experts <= most {
             return Ok(());
         }

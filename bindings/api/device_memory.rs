@@ -197,8 +197,9 @@ struct Tiling {
 impl Tiling {
     fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
         let counts = shape.max_local_experts + 1;
-        let room = raw::TY_BITMAP_WORDS as usize / (counts * shape.bitmap_planes());
-        let words = builder.tuning.meta_tile.unwrap_or(METADATA_TILE).div_ceil(32).clamp(1, room.max(1));
+        let asked = builder.tuning.meta_tile.unwrap_or(METADATA_TILE).div_ceil(32);
+        let fits = |groups: &usize| counts * shape.bitmap_words(*groups) <= raw::TY_BITMAP_WORDS as usize;
+        let words = (1..=asked).rev().find(fits).unwrap_or(1);
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         Tiling {
             words: words as u32,
@@ -289,7 +290,7 @@ pub fn device_context(
         logical_experts: tables.logical_experts as u32,
         replica_bits: tables.replica_bits,
         guarded: 0, // set by each call
-        bitmap_planes: shape.bitmap_planes() as u32,
+        bitmap_bits: shape.bitmap_bits() as u32,
         most_tokens: shape.max_tokens as u32,
         // Some waits add to it, which must not overflow.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),

@@ -51,8 +51,13 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
     let specialised = is_specialised_dispatch(args);
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let any_routing = specialised && takes_any_routing(args);
+    // Between nodes such calls are as those of any routing.
+    let repeats = any_routing && names_experts(args) && args.context.nodes == 1;
     let kernel = match args.output.layout {
         _ if quantizes && any_routing => ("ty_dispatch", "ty_dispatch_nodes"),
+        raw::TY_LAYOUT_CONTIGUOUS if repeats => ("ty_dispatch_repeats_contiguous", "ty_dispatch_nodes"),
+        raw::TY_LAYOUT_MASKED if repeats => ("ty_dispatch_repeats_masked", "ty_dispatch_nodes"),
+        raw::TY_LAYOUT_TOKEN if repeats => ("ty_dispatch_repeats_token", "ty_dispatch_nodes"),
         raw::TY_LAYOUT_CONTIGUOUS if any_routing => {
             ("ty_dispatch_any_routing_contiguous", "ty_dispatch_any_routing_contiguous_nodes")
         }
@@ -97,8 +102,13 @@ fn dispatch_with_payload(args: &raw::ty_dispatch_args, again: bool) -> Pair {
 
 /// Whether choices may be other than numbers of experts, top_k for each token, each named once.
 fn takes_any_routing(args: &raw::ty_dispatch_args) -> bool {
+    args.context.bitmap_bits > 1 || !names_experts(args)
+}
+
+/// Whether choices are numbers of experts, top_k for each token.
+fn names_experts(args: &raw::ty_dispatch_args) -> bool {
     let (context, tokens) = (&args.context, &args.tokens);
-    context.bitmap_planes > 1 || context.replicas != 0 || tokens.index_bytes == 1 || tokens.choices != context.top_k
+    context.replicas == 0 && tokens.index_bytes != 1 && tokens.choices == context.top_k
 }
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
@@ -200,7 +210,7 @@ mod tests {
     use super::*;
 
     fn context() -> raw::ty_context {
-        raw::ty_context { rounds: 1, nodes: 1, even_experts: 32, bitmap_planes: 1, ..Default::default() }
+        raw::ty_context { rounds: 1, nodes: 1, even_experts: 32, bitmap_bits: 1, ..Default::default() }
     }
 
     fn dispatched(args: raw::ty_dispatch_args) -> &'static str {
@@ -255,7 +265,7 @@ mod tests {
             ..Default::default()
         };
         let kinds = [
-            raw::ty_dispatch_args { context: raw::ty_context { bitmap_planes: 4, ..args.context }, ..args },
+            raw::ty_dispatch_args { context: raw::ty_context { bitmap_bits: 4, ..args.context }, ..args },
             raw::ty_dispatch_args { context: raw::ty_context { replicas: 64, ..args.context }, ..args },
             raw::ty_dispatch_args { tokens: raw::ty_tokens { index_bytes: 1, ..args.tokens }, ..args },
             raw::ty_dispatch_args { tokens: raw::ty_tokens { choices: 7, ..args.tokens }, ..args },
@@ -270,7 +280,13 @@ mod tests {
                 for (nodes, over) in [(1, ""), (2, "_nodes")] {
                     let context = raw::ty_context { nodes, ..args.context };
                     let of = |context| dispatched(raw::ty_dispatch_args { context, output, ..args });
-                    assert_eq!(of(context), format!("ty_dispatch_any_routing_{named}{over}"));
+                    let kind = if args.context.bitmap_bits > 1 && nodes == 1 { "repeats" } else { "any_routing" };
+                    assert_eq!(of(context), format!("ty_dispatch_{kind}_{named}{over}"));
+                    if args.context.bitmap_bits > 1 {
+                        let tokens = raw::ty_tokens { choices: 7, ..args.tokens };
+                        let fewer = dispatched(raw::ty_dispatch_args { context, output, tokens, ..args });
+                        assert_eq!(fewer, format!("ty_dispatch_any_routing_{named}{over}"));
+                    }
                     let quantize = raw::TY_QUANTIZE_F32;
                     assert_eq!(of(raw::ty_context { quantize, ..context }), format!("ty_dispatch{over}"));
                     assert_eq!(of(raw::ty_context { rounds: 2, ..context }), format!("ty_dispatch{over}"));

@@ -170,11 +170,21 @@ impl Shape {
         }
     }
 
-    /// Planes of a tile's bitmap of tokens (`ty_context.bitmap_planes`): as many as the times that a token names an
-    /// expert have bits, rounded up to an even number, since kernels take two at a time.
-    pub fn bitmap_planes(&self) -> usize {
-        let bits = (usize::BITS - self.top_k.leading_zeros()) as usize;
-        if self.duplicates { bits.next_multiple_of(2) } else { 1 }
+    /// Bits of a token in a row of a tile's bitmap (`ty_context.bitmap_bits`): whether it goes there, or how often.
+    pub fn bitmap_bits(&self) -> usize {
+        if !self.duplicates {
+            1
+        } else if self.top_k < 16 {
+            4
+        } else {
+            8
+        }
+    }
+
+    /// Words of a tile's bitmap for an expert, where tiles have so many groups of 32 tokens: the tokens' bits, and the
+    /// rows before each group; of each an odd number (`bitmap_row`, `rows_before_groups`).
+    pub fn bitmap_words(&self, groups: usize) -> usize {
+        ((groups * self.bitmap_bits()) | 1) + (groups | 1)
     }
 
     /// TY_WEIGHTS_*.

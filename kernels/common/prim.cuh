@@ -300,6 +300,8 @@ TY_DEVICE u16 floats_to_e4m3(float low, float high) {
 }
 TY_DEVICE u32 popcount(u32 x) { return static_cast<u32>(__popc(x)); }
 TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__popcll(x)); }
+// The sum of four bytes, added to another.
+TY_DEVICE u32 add_bytes(u32 bytes, u32 sum) { return __dp4a(bytes, 0x01010101u, sum); }
 } // namespace ty
 
 #else
@@ -569,6 +571,9 @@ TY_DEVICE u16 floats_to_e4m3(float low, float high) {
 }
 TY_DEVICE u32 popcount(u32 x) { return static_cast<u32>(__builtin_popcount(x)); }
 TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__builtin_popcountll(x)); }
+TY_DEVICE u32 add_bytes(u32 bytes, u32 sum) {
+  return sum + (bytes & 0xff) + (bytes >> 8 & 0xff) + (bytes >> 16 & 0xff) + (bytes >> 24);
+}
 } // namespace ty
 #endif
 

@@ -22,7 +22,7 @@ concept CombineArgs = requires(const T &a) {
 };
 
 // What a specialised call does beyond what all specialised calls do.
-enum class Specialised { nothing_else, any_routing, quantizes, weighs_late };
+enum class Specialised { nothing_else, repeats_experts, any_routing, quantizes, weighs_late };
 
 // A call is one launch, of both phases. `inter_node`: the world has several nodes. `ll`: as partials_are_ll.
 template <bool inter_node, Specialised does, bool ll = false> struct SpecialisedContext : ty_context {
@@ -254,7 +254,10 @@ TY_DEVICE constexpr bool takes_any_routing(const SpecialisedContext<true, does, 
 }
 
 // Whether a token may name an expert several times, with a row for each.
-TY_DEVICE bool repeats_experts(const Context auto &c) { return takes_any_routing(c) && c.bitmap_planes > 1; }
+TY_DEVICE bool repeats_experts(const ty_context &c) { return c.bitmap_bits > 1; }
+template <Specialised does, bool ll> TY_DEVICE bool repeats_experts(const SpecialisedContext<true, does, ll> &c) {
+  return does == Specialised::repeats_experts || (takes_any_routing(c) && c.bitmap_bits > 1);
+}
 
 // The quantisation of rows on sending: TY_QUANTIZE_*.
 TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }

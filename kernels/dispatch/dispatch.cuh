@@ -301,7 +301,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
       // Counts come sooner so. Plain dispatches of one token take longer, and kernels between nodes have no registers
       // for it (docs/notebook-calls.md, "Choices ahead").
-      bool ahead = !inter_node && takes_counts(a),
+      bool ahead = !inter_node && (takes_counts(a) || repeats_experts(c)),
            faulty = mark_tile(c, team, in, shared, tile, ahead, closed) || in.bad;
       if (closed) return false;
       RankMasks masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : RankMasks{};

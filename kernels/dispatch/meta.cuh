@@ -10,9 +10,8 @@ namespace ty {
 
 // Shared memory for building metadata.
 struct MetaShared {
-  // Tokens of a tile, one row a local expert and one for the rank. Where a token may name an expert several times,
-  // there are as many planes of such rows as its times have bits: bit p of the times is in plane p. The rank's tokens
-  // are in the first; of the second that row begins with the times of all tokens and experts, or-ed.
+  // Tokens of a tile, one row a local expert and one for the rank. A token has bitmap_bits of a row: 1 if it goes
+  // there, or how often, where a token may name an expert several times. Behind them rows_before_groups.
   u32 bitmap[TY_BITMAP_WORDS];
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows in the tiles before
 };
@@ -174,19 +173,6 @@ TY_DEVICE void report_routing(const Context auto &c, const Choices &in, u64 epoc
     }
 }
 
-// Tokens before `token` in the tile's bitmap row.
-TY_DEVICE u32 earlier_in_row(const u32 *row, u32 token) {
-  u32 count = 0;
-  TY_ROLLED
-  for (u32 word = 0; word < token / 32; ++word) count += popcount(load(row + word));
-  return count + popcount(load(row + token / 32) & ((1u << (token % 32)) - 1));
-}
-
-// Tokens in a bitmap row.
-TY_DEVICE u32 all_in_row(const u32 *row, u32 words) {
-  return earlier_in_row(row, words * 32 - 1) + ((load(row + words - 1) >> 31) & 1);
-}
-
 // Where metadata of one source lies.
 struct Meta {
   u64 *counts, *tokens, *source_tokens, *choices, *weights;
@@ -291,23 +277,16 @@ constexpr u32 group_choices = 8;
 
 TY_DEVICE bool is_there(const Tile &tile, const ExpertOwner &owner) { return owner.place == tile.place; }
 
-// How often a lane's choice, from for_choices, is among the choices of its token, and among those before it.
-struct Times {
-  u32 all;
-  u32 before;
-};
-
-// By a warp.
-TY_DEVICE Times times_of(const Context auto &c, const Choice &choice) {
-  Times times{0, 0};
+// How often a lane's choice, from for_choices, is among the choices of its token before it. By a warp.
+TY_DEVICE u32 times_before(const Context auto &c, const Choice &choice) {
+  u32 times = 0;
   TY_ROLLED
   for (u32 first = 0; first < c.top_k; first += group_choices) {
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) {
       u32 k = first + j;
-      bool same = shuffle(choice.expert, lane_index() - choice.k + k) == choice.expert && k < c.top_k;
-      times.all += same ? 1 : 0;
-      times.before += same && k < choice.k ? 1 : 0;
+      bool same = shuffle(choice.expert, lane_index() - choice.k + k) == choice.expert;
+      times += same && k < choice.k ? 1 : 0;
     }
   }
   return times;
@@ -329,41 +308,58 @@ TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const 
   return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
-// Where a plane's row of the bitmap begins: of a local expert, or of the rank.
-TY_DEVICE u32 bitmap_row(const Tile &tile, u32 plane, u32 e) { return (plane * (tile.experts + 1) + e) * tile.words; }
+// Bits of each token in a row of the bitmap.
+TY_DEVICE u32 token_bits(const Context auto &c) { return repeats_experts(c) ? c.bitmap_bits : 1; }
 
-TY_DEVICE u32 *times_of_tile(MetaShared &shared, const Tile &tile) {
-  return &shared.bitmap[bitmap_row(tile, 1, tile.experts)];
+// Where a row of the bitmap begins: of a local expert, or of the rank. An odd number of words apart, so that lanes that
+// go through a row each meet different banks of shared memory.
+TY_DEVICE u32 bitmap_row(const Context auto &c, const Tile &tile, u32 e) {
+  return e * (tile.words * token_bits(c) | 1);
 }
 
-// A source's rows for an expert from the tokens of a marked tile before `token`; of the rank's row its tokens. Where
-// tokens may name experts several times, by planes, two at a time: code that only some calls run is fetched anew in
-// those, which takes longer than to run it (docs/notebook.md, "Any routing").
-TY_DEVICE u32 rows_before_token(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, u32 token) {
-  if (!repeats_experts(c)) return earlier_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], token);
-  bool rank = e == tile.experts;
-  u32 rows = 0, plane = 0, times = rank ? 0 : load(times_of_tile(shared, tile));
+// Words of a bitmap row that are loaded together. A group of 32 tokens has a multiple of as many, if each has 4 or 8
+// bits.
+constexpr u32 row_words_ahead = 4;
+
+// The rows of the first `tokens` tokens of a group of 32.
+TY_DEVICE u32 rows_of_group(const Context auto &c, const u32 *group, u32 tokens) {
+  if (!repeats_experts(c)) return popcount(load(group) & (tokens < 32 ? (1u << tokens) - 1 : ~0u));
+  u32 bits = c.bitmap_bits, end = tokens * bits, low = bits == 4 ? 0x0f0f0f0fu : ~0u, high = ~low >> 4, rows = 0;
   TY_ROLLED
-  do {
-    const u32 *once = &shared.bitmap[bitmap_row(tile, plane, e)];
-    const u32 *twice = &shared.bitmap[bitmap_row(tile, rank ? plane : plane + 1, e)];
-    u32 single = 0, twofold = 0;
-    TY_ROLLED
-    for (u32 word = 0; word * 32 < token; ++word) {
-      u32 left = token - word * 32, mask = left < 32 ? (1u << left) - 1 : ~0u;
-      single += popcount(load(once + word) & mask);
-      twofold += popcount(load(twice + word) & mask);
+  for (u32 first = 0; first < end; first += row_words_ahead * 32) {
+    TY_UNROLL
+    for (u32 j = 0; j < row_words_ahead; ++j) {
+      u32 at = first + j * 32, left = at < end ? end - at : 0;
+      u32 times = load(group + at / 32) & (left < 32 ? (1u << left) - 1 : ~0u);
+      rows = add_bytes(times >> 4 & high, add_bytes(times & low, rows));
     }
-    rows += (rank ? single : single + 2 * twofold) << plane;
-    plane += 2;
-  } while ((times >> plane) != 0);
+  }
   return rows;
 }
 
-// Likewise from all tokens of a marked tile.
+// The rows of a local expert, or the tokens of the rank, in the groups of 32 tokens of a tile before each group.
+TY_DEVICE u32 *rows_before_groups(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
+  return &shared.bitmap[bitmap_row(c, tile, tile.experts + 1) + e * (tile.words | 1)];
+}
+
+// The same in all of a marked tile. Keeps those before each group.
 TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
-  if (repeats_experts(c)) return rows_before_token(c, shared, tile, e, tile.words * 32);
-  return all_in_row(&shared.bitmap[bitmap_row(tile, 0, e)], tile.words);
+  const u32 *row = &shared.bitmap[bitmap_row(c, tile, e)];
+  u32 *before = rows_before_groups(c, shared, tile, e), rows = 0;
+  TY_ROLLED
+  for (u32 group = 0; group < tile.words; ++group) {
+    store(before + group, rows);
+    rows += rows_of_group(c, row + group * token_bits(c), 32);
+  }
+  return rows;
+}
+
+// The same before `token`, once rows_of_tile has kept what it keeps.
+TY_DEVICE u32 rows_before_token(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, u32 token) {
+  const u32 *row = &shared.bitmap[bitmap_row(c, tile, e)];
+  u32 group = token / 32;
+  return load(rows_before_groups(c, shared, tile, e) + group) +
+         rows_of_group(c, row + group * token_bits(c), token % 32);
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
@@ -372,30 +368,18 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
                          const Tile &tile, bool ahead, bool &closed) {
   bool faulty = false;
   auto clear = [&] {
-    u32 planes = repeats_experts(c) ? c.bitmap_planes : 1;
-    for (u32 i = team_thread(team); i < planes * (tile.experts + 1) * tile.words; i += team_threads(team))
+    for (u32 i = team_thread(team); i < bitmap_row(c, tile, tile.experts + 1); i += team_threads(team))
       store(&shared.bitmap[i], 0u);
     closed = !meet_open(c, team, closed);
   };
   for_choices<false>(c, team, in, tile, 0, ahead, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
-    Times times = repeats_experts(c) ? times_of(c, choice) : Times{1, 0};
-    bool here = is_there(tile, choice.owner);
-    if (repeats_experts(c)) {
-      u32 all = warp_or(here ? times.all : 0);
-      if (lane_index() == 0) atomic_or_block(times_of_tile(shared, tile), all);
-    }
-    if (!here) return;
-    u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
-    if (!repeats_experts(c)) {
-      atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, choice.owner.local) + word], bit);
-    } else if (times.before == 0) {
-      TY_ROLLED
-      for (u32 plane = 0; (times.all >> plane) != 0; ++plane)
-        atomic_or_block(&shared.bitmap[bitmap_row(tile, plane, choice.owner.local) + word],
-                        (times.all >> plane) & 1 ? bit : 0);
-    }
-    atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, tile.experts) + word], bit);
+    if (!is_there(tile, choice.owner)) return;
+    u32 at = choice.token * token_bits(c), word = at / 32, one = 1u << (at % 32);
+    u32 *expert = &shared.bitmap[bitmap_row(c, tile, choice.owner.local) + word];
+    if (repeats_experts(c)) (void)atomic_add_block(expert, one);
+    else atomic_or_block(expert, one);
+    atomic_or_block(&shared.bitmap[bitmap_row(c, tile, tile.experts) + word], one);
   });
   return team_any(team, faulty);
 }
@@ -449,13 +433,13 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
                           const RankMasks &masks) {
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
+  const u32 *present = &shared.bitmap[bitmap_row(c, tile, tile.experts)];
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, false, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
-        u32 before = repeats_experts(c) ? times_of(c, choice).before : 0;
+        u32 before = repeats_experts(c) ? times_before(c, choice) : 0;
         if (!choice.there) return;
         bool there = is_there(tile, choice.owner);
         u32 value = 0, local = choice.owner.local, token = choice.token;
@@ -476,8 +460,11 @@ TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta
         u32 slot = slot_of_rank(c, ranks, tile.destination());
         value = 0;
         // Both are checked: the caller's choices may have changed since the tile was marked, and slots would not fit.
-        if ((load(present + token / 32) >> (token % 32)) & (ranks >> tile.destination()) & 1)
-          value = 1 + ((load(&shared.start[tile.experts]) + earlier_in_row(present, token)) << meta_slot_bits | slot);
+        u32 at = token * token_bits(c);
+        if ((load(present + at / 32) >> (at % 32)) & (ranks >> tile.destination()) & 1) {
+          u32 row = load(&shared.start[tile.experts]) + rows_before_token(c, shared, tile, tile.experts, token);
+          value = 1 + (row << meta_slot_bits | slot);
+        }
         store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
       });
 }
@@ -609,6 +596,7 @@ TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Ti
   Meta meta = meta_of(c, tile.destination(), by.in.source, by.epoch);
   // Counts first: all receivers wait for them.
   if (last) publish_counts(c, by, meta, tile, faulty);
+  team_barrier(by.team); // rows before groups
   if (!faulty) write_tile(c, by, meta, tile, masks);
   return true;
 }

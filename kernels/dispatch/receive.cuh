@@ -150,8 +150,9 @@ TY_DEVICE void plan_segments(const DispatchArgs auto &a, const Team &team, Place
 // Sources whose counts are loaded together.
 constexpr u32 sources_ahead = 4;
 
-// Sums the rows of every expert, and the part from earlier sources. By a team, whose members meet afterwards.
-TY_DEVICE void add_sources(const Context auto &c, const Team &team, PlaceShared &shared) {
+// Sums the rows of every expert, and the part from earlier sources; calls keep(expert, rows). By a team.
+template <typename Keep>
+TY_DEVICE void add_sources(const Context auto &c, const Team &team, PlaceShared &shared, Keep keep) {
   TY_ROLLED
   for (u32 e = team_thread(team); e < c.local_experts; e += team_threads(team)) {
     u32 sum = 0;
@@ -164,7 +165,7 @@ TY_DEVICE void add_sources(const Context auto &c, const Team &team, PlaceShared 
       for (u32 i = 0; i < sources_ahead; sum += own[i], ++i)
         if (first + i < c.ranks) store(rows + i * c.local_experts, sum);
     }
-    store(&shared.rows[e], sum);
+    keep(e, sum);
   }
 }
 
@@ -174,19 +175,17 @@ TY_DEVICE void give_counts(const DispatchArgs auto &a, const Team &team, PlaceSh
                            bool closed) {
   const auto &c = a.context;
   if (!wait_counts(a, team, shared, round, closed)) return;
-  add_sources(c, team, shared);
-  team_barrier(team);
   u64 number = static_cast<u64>(a.counts_number) << 32;
+  auto give = [&](u32 i, u32 count) { store_relaxed_sys(pointer<u64>(a.first_counts) + i, number | count); };
+  add_sources(c, team, shared, give);
   TY_ROLLED
-  for (u32 i = team_thread(team); i < c.local_experts + c.ranks; i += team_threads(team)) {
-    u32 count = i < c.local_experts ? load(&shared.rows[i]) : load(&shared.source_rows[i - c.local_experts]);
-    store_relaxed_sys(pointer<u64>(a.first_counts) + i, number | count);
-  }
+  for (u32 source = team_thread(team); source < c.ranks; source += team_threads(team))
+    give(c.local_experts + source, load(&shared.source_rows[source]));
 }
 
 // After wait_counts. By a team.
 TY_DEVICE void plan_output(const DispatchArgs auto &a, const Team &team, PlaceShared &shared) {
-  add_sources(a.context, team, shared);
+  add_sources(a.context, team, shared, [&](u32 e, u32 rows) { store(&shared.rows[e], rows); });
   team_barrier(team);
   if (team_warp(team) == 0) plan_segments(a, team, shared);
   team_barrier(team);

@@ -14,6 +14,9 @@ template <bool inter_node>
 using SpecialisedMasked = SpecialisedDispatchArgs<inter_node, Specialised::nothing_else, TY_LAYOUT_MASKED>;
 template <bool inter_node>
 using SpecialisedToken = SpecialisedDispatchArgs<inter_node, Specialised::nothing_else, TY_LAYOUT_TOKEN>;
+using RepeatsContiguous = SpecialisedDispatchArgs<false, Specialised::repeats_experts, TY_LAYOUT_CONTIGUOUS>;
+using RepeatsMasked = SpecialisedDispatchArgs<false, Specialised::repeats_experts, TY_LAYOUT_MASKED>;
+using RepeatsToken = SpecialisedDispatchArgs<false, Specialised::repeats_experts, TY_LAYOUT_TOKEN>;
 template <bool inter_node>
 using AnyRoutingContiguous = SpecialisedDispatchArgs<inter_node, Specialised::any_routing, TY_LAYOUT_CONTIGUOUS>;
 template <bool inter_node>
@@ -36,6 +39,9 @@ TY_KERNEL(ty_dispatch_specialised_masked, SpecialisedMasked<false>) { dispatch<f
 TY_KERNEL(ty_dispatch_specialised_masked_nodes, SpecialisedMasked<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_specialised_token, SpecialisedToken<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_specialised_token_nodes, SpecialisedToken<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_repeats_contiguous, RepeatsContiguous) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_repeats_masked, RepeatsMasked) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_repeats_token, RepeatsToken) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_any_routing_contiguous, AnyRoutingContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_any_routing_contiguous_nodes, AnyRoutingContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_any_routing_masked, AnyRoutingMasked<false>) { dispatch<false>(a); }

@@ -14,7 +14,7 @@
 #define TY_MAX_NODES 64
 // Experts a token may name: one warp lane each.
 #define TY_MAX_TOP_K 32
-// Experts on one rank: 11 bits of a metadata word, and a token bitmap word each in shared memory.
+// Experts on one rank: 11 bits of a metadata word, and two words each in shared memory, for tiles of 32 tokens.
 #define TY_MAX_LOCAL_EXPERTS 2047
 // Tokens of a call: 20 bits of a metadata word.
 #define TY_MAX_TOKENS (1 << 20)
@@ -371,12 +371,13 @@ typedef struct ty_context {
   uint64_t rank_experts;    // const int32_t *, by rank in the first generation: its first expert, or -1
   uint32_t logical_experts; // that choices may name: `experts` where there are no replicas
   uint32_t replica_bits;
-  uint32_t guarded; // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
-                    // may make some
-  uint32_t bitmap_planes; // of a tile's bitmap: 1, or where a token may name an expert several times the bits of top_k
-  uint32_t format;        // a number of the call's format, even, by which ranks recognise that they differ; 0: that of
-                          // the context
-  uint32_t most_tokens;   // of any call of the context: max_tokens is the call's
+  uint32_t guarded;     // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
+                        // may make some
+  uint32_t bitmap_bits; // of a token in a row of a tile's bitmap: 1; where a token may name an expert several times 4,
+                        // or 8 if top_k has more than 4 bits
+  uint32_t format;      // a number of the call's format, even, by which ranks recognise that they differ; 0: that of
+                        // the context
+  uint32_t most_tokens; // of any call of the context: max_tokens is the call's
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

@@ -47,6 +47,57 @@ fn each_time_has_a_row_and_a_weight_of_its_own() {
     });
 }
 
+/// As many choices as a context takes for a token, all of which may be one expert.
+const ALL: usize = 32;
+
+/// A token of each rank names one expert with all its choices, the next with one less.
+fn check_all(rig: &Rig) {
+    let device = rig.ep.device();
+    let named = |rank: usize, token: usize| (rank * 7 + token * 5) % ALL;
+    let choices: Vec<i32> = (0..MAX_TOKENS)
+        .flat_map(|token| (0..ALL).map(move |k| if k < token { -1 } else { named(rig.rank, token) as i32 }))
+        .collect();
+    let capacity = 3 * MAX_TOKENS * ALL;
+    let alloc = |bytes: usize| device.alloc(bytes).unwrap();
+    let [idx, weights] = [4 * choices.len(); 2].map(alloc);
+    let (rows, count) = (alloc(capacity * HIDDEN * 2), alloc(4 * ALL));
+    idx.write(0, &choices.iter().flat_map(|choice| choice.to_ne_bytes()).collect::<Vec<_>>()).unwrap();
+    weights.write(0, &(1.0f32 / 16.0).to_ne_bytes().repeat(choices.len())).unwrap();
+    rig.route(&[[0; TOP_K]; MAX_TOKENS], 3);
+    let tokens = rig.tokens(MAX_TOKENS).topk_idx(idx.view()).topk_weight(weights.view());
+    let output = Output::new(Layout::Contiguous { align: 1, capacity }, rows.view(), count.view());
+    let handle = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+    rig.ep.combine(&rig.stream, &handle, &Rows::new(rows.view()), &rig.combined()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
+    rig.ep.check().unwrap();
+    let own: Vec<usize> =
+        (0..ALL).filter(|expert| rig.ep.placement().rank_of(*expert) == Some(rig.rank as u32)).collect();
+    let mut wanted = vec![0; own.len()];
+    for (rank, token) in (0..3).flat_map(|rank| (0..MAX_TOKENS).map(move |token| (rank, token))) {
+        if let Some(place) = own.iter().position(|expert| *expert == named(rank, token)) {
+            wanted[place] += (ALL - token) as u32;
+        }
+    }
+    let mut seen = vec![0u8; 4 * own.len()];
+    count.read(0, &mut seen).unwrap();
+    let seen: Vec<u32> = seen.as_chunks::<4>().0.iter().map(|count| u32::from_ne_bytes(*count)).collect();
+    assert_eq!(seen, wanted, "rank {}", rig.rank);
+    for token in 0..MAX_TOKENS {
+        let factor = (ALL - token) as f32 / 16.0;
+        assert_eq!(values(&rig.sum(token)), scaled(&rig.row(token, 3), factor), "rank {} token {token}", rig.rank);
+    }
+}
+
+#[test]
+fn a_token_may_name_one_expert_with_all_its_choices() {
+    let wide = |builder: AllToAllBuilder| allowed(builder.experts(ALL).top_k(ALL));
+    on_ranks(3, |world| check_all(&Rig::with(&world, wide)));
+    nodes::on_nodes(&[1, 2], |world, network| {
+        let proxy = nodes::proxy(network, &world, 3000);
+        check_all(&Rig::with(&world, |builder| wide(builder.proxy(&proxy))));
+    });
+}
+
 #[test]
 fn what_limits_contexts_that_allow_it_is_named() {
     on_ranks(1, |world| {
@@ -59,10 +110,10 @@ fn what_limits_contexts_that_allow_it_is_named() {
         let many = |builder: AllToAllBuilder| allowed(builder.max_tokens_per_rank((1 << 19) + 1));
         let refused = plan(&many).unwrap_err().to_string();
         assert!(refused.contains("max_tokens_per_rank is 524289") && refused.contains("use 1 to 524288"), "{refused}");
-        // 6 planes of 1366 rows of a word.
+        // 819 rows of 10 words.
         let full = |experts| move |builder: AllToAllBuilder| allowed(builder.experts(experts).top_k(32));
-        let refused = plan(&full(1365)).unwrap_err().to_string();
-        assert!(refused.contains("1365 experts on a rank") && refused.contains("at most 1364"), "{refused}");
-        assert!(plan(&full(1364)).is_ok());
+        let refused = plan(&full(819)).unwrap_err().to_string();
+        assert!(refused.contains("819 experts on a rank") && refused.contains("at most 818"), "{refused}");
+        assert!(plan(&full(818)).is_ok());
     });
 }

@@ -234,6 +234,12 @@ fn comments_end_at_120_columns() {
 }
 
 #[test]
+fn where_it_stands_is_told_in_300_lines() {
+    let lines = fs::read_to_string(root().join("docs/performance.md")).unwrap().lines().count();
+    assert!(lines <= 300, "docs/performance.md has {lines} lines: what was tried belongs into a notebook");
+}
+
+#[test]
 fn the_reference_imports_nothing_but_std() {
     assert_free_of("tests/reference", &["rs"], &[], &["tokenyard", "crate::base", "crate::proxy", "extern crate"]);
     for (name, text) in files("tests/reference", &["rs"]) {
