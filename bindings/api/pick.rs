@@ -52,12 +52,18 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args, again: bool) -> (&'static s
     let quantizes = specialised && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let any_routing = specialised && takes_any_routing(args);
     // Between nodes such calls are as those of any routing.
-    let repeats = any_routing && names_experts(args) && args.context.nodes == 1;
+    let repeats = any_routing && names_experts(args) && args.context.nodes == 1 && !quantizes;
+    let repeats = match args.output.layout {
+        raw::TY_LAYOUT_CONTIGUOUS if repeats => Some("ty_dispatch_repeats_contiguous"),
+        raw::TY_LAYOUT_MASKED if repeats => Some("ty_dispatch_repeats_masked"),
+        raw::TY_LAYOUT_TOKEN if repeats => Some("ty_dispatch_repeats_token"),
+        _ => None,
+    };
+    if let Some(kernel) = repeats {
+        return (kernel, of_world(&args.context, shared));
+    }
     let kernel = match args.output.layout {
         _ if quantizes && any_routing => ("ty_dispatch", "ty_dispatch_nodes"),
-        raw::TY_LAYOUT_CONTIGUOUS if repeats => ("ty_dispatch_repeats_contiguous", "ty_dispatch_nodes"),
-        raw::TY_LAYOUT_MASKED if repeats => ("ty_dispatch_repeats_masked", "ty_dispatch_nodes"),
-        raw::TY_LAYOUT_TOKEN if repeats => ("ty_dispatch_repeats_token", "ty_dispatch_nodes"),
         raw::TY_LAYOUT_CONTIGUOUS if any_routing => {
             ("ty_dispatch_any_routing_contiguous", "ty_dispatch_any_routing_contiguous_nodes")
         }

@@ -184,7 +184,7 @@ impl Shape {
     /// Words of a tile's bitmap for an expert, where tiles have so many groups of 32 tokens: the tokens' bits, and the
     /// rows before each group; of each an odd number (`bitmap_row`, `rows_before_groups`).
     pub fn bitmap_words(&self, groups: usize) -> usize {
-        ((groups * self.bitmap_bits()) | 1) + (groups | 1)
+        expert_words(self.bitmap_bits(), groups)
     }
 
     /// TY_WEIGHTS_*.
@@ -363,5 +363,18 @@ impl Shape {
             self.dispatch_payload_words,
             self.room,
         )
+    }
+}
+
+fn expert_words(bits: usize, groups: usize) -> usize {
+    ((groups * bits) | 1) + (groups | 1)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn an_expert_has_odd_numbers_of_words() {
+        let found = [(1, 1), (1, 2), (1, 8), (4, 2), (8, 8)].map(|(bits, groups)| super::expert_words(bits, groups));
+        assert_eq!(found, [1 + 1, 3 + 3, 9 + 9, 9 + 3, 65 + 9]);
     }
 }

@@ -80,8 +80,8 @@ pub struct Tuning {
     /// Whether a token may name an expert several times; the same on all ranks. Each time is a choice of its own, with
     /// its own weight, which counts in the sum: two rows in the expert-major layouts, in the order of the choices; in
     /// the token layout one row with the expert's number twice. An output then needs up to ranks · tokens · top_k rows
-    /// ([`Layout`](super::Layout)), and tokens · top_k of a rank is at most 2^20. Default: no, and such a token is
-    /// refused with `Routing`.
+    /// ([`Layout`](super::Layout)), tokens · top_k of a rank is at most 2^20, and a rank holds at most 1364 experts, or
+    /// 818 if top_k is more than 15. Default: no, and such a token is refused with `Routing`.
     pub duplicates: bool,
     /// Which replica this rank's tokens take, `[logical experts, slots]` row by row: slots is a power of two up to
     /// 4096, and each entry is a [replica](super::Placement::replicas) of its row's expert. Token t takes the entry of

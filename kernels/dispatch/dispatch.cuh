@@ -300,7 +300,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
       // Counts come sooner so. Plain dispatches of one token take longer, and kernels between nodes have no registers
-      // for it (docs/notebook-calls.md, "Choices ahead").
+      // for it (docs/notebook-calls.md, "Choices ahead"). Where experts repeat, marking takes longest.
       bool ahead = !inter_node && (takes_counts(a) || repeats_experts(c)),
            faulty = mark_tile(c, team, in, shared, tile, ahead, closed) || in.bad;
       if (closed) return false;

@@ -206,13 +206,13 @@ TY_DEVICE u32 weight_bits(float weight) {
   return bits == ~0u ? bits - 1 : bits;
 }
 
-// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row, for one destination rank.
+// A tile: a run of tokens whose bitmap fits in shared memory, for one destination rank.
 struct Tile {
   u32 place;   // node and rank of the destination, as in ExpertOwner
   u32 experts; // of a rank at the most; the bitmap row after theirs is the rank's
   u32 first;
   u32 count;
-  u32 words;
+  u32 words; // groups of 32 tokens: words of a row, where each token has a bit
 
   TY_DEVICE u32 destination() const { return place >> 16; }
 };
@@ -482,7 +482,7 @@ TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta
   if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
 
-// Bitmap words a row of a tile, where the call has `tokens` tokens.
+// Groups of 32 tokens of a tile, where the call has `tokens` tokens.
 TY_DEVICE u32 tile_words(const Context auto &c, u32 tokens) {
   u32 all = (tokens + 31) / 32;
   return all < c.tile_words ? all : c.tile_words;
@@ -595,8 +595,10 @@ TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Ti
   if (is_left_out(c, tile.destination())) return true;
   Meta meta = meta_of(c, tile.destination(), by.in.source, by.epoch);
   // Counts first: all receivers wait for them.
-  if (last) publish_counts(c, by, meta, tile, faulty);
-  team_barrier(by.team); // rows before groups
+  if (last) {
+    publish_counts(c, by, meta, tile, faulty);
+    team_barrier(by.team); // rows before groups
+  }
   if (!faulty) write_tile(c, by, meta, tile, masks);
   return true;
 }

@@ -22,7 +22,7 @@
 #define TY_MAX_COMPACT_ROWS ((1 << 26) - 1)
 // Ranks of a node whose masks of ranks in ty_handle.rail_mask are a byte each.
 #define TY_NARROW_RANKS 8
-// 32-bit words of the token bitmap in shared memory (32 KiB).
+// 32-bit words of the token bitmap, and of the rows before each group of 32 tokens, in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
 // Words of the bitmaps of tokens that go to each node, in shared memory of kernels of several nodes (32 KiB): 4096
 // tokens to each of 64 nodes.
@@ -355,7 +355,7 @@ typedef struct ty_context {
   uint32_t partial_bytes;     // pitch of a partial row, scales and payload included; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + rounds
-  uint32_t tile_words;        // words of a metadata bitmap row at the most: tokens of a tile, by 32
+  uint32_t tile_words;        // groups of 32 tokens of a tile at the most
   uint32_t quantize;          // TY_QUANTIZE_*
   uint32_t max_tiles;         // tiles of a call at the most
   uint32_t even_experts;      // of every rank, where rank r has those from r * this, in nodes of equal size; or 0: see

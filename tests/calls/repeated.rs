@@ -47,20 +47,17 @@ fn each_time_has_a_row_and_a_weight_of_its_own() {
     });
 }
 
-/// As many choices as a context takes for a token, all of which may be one expert.
-const ALL: usize = 32;
-
-/// A token of each rank names one expert with all its choices, the next with one less.
-fn check_all(rig: &Rig) {
+/// A token of each rank names one expert with all its `all` choices, the next with one less.
+fn check_all(rig: &Rig, all: usize) {
     let device = rig.ep.device();
-    let named = |rank: usize, token: usize| (rank * 7 + token * 5) % ALL;
+    let named = |rank: usize, token: usize| (rank * 7 + token * 5) % all;
     let choices: Vec<i32> = (0..MAX_TOKENS)
-        .flat_map(|token| (0..ALL).map(move |k| if k < token { -1 } else { named(rig.rank, token) as i32 }))
+        .flat_map(|token| (0..all).map(move |k| if k < token { -1 } else { named(rig.rank, token) as i32 }))
         .collect();
-    let capacity = 3 * MAX_TOKENS * ALL;
+    let capacity = 3 * MAX_TOKENS * all;
     let alloc = |bytes: usize| device.alloc(bytes).unwrap();
     let [idx, weights] = [4 * choices.len(); 2].map(alloc);
-    let (rows, count) = (alloc(capacity * HIDDEN * 2), alloc(4 * ALL));
+    let (rows, count) = (alloc(capacity * HIDDEN * 2), alloc(4 * all));
     idx.write(0, &choices.iter().flat_map(|choice| choice.to_ne_bytes()).collect::<Vec<_>>()).unwrap();
     weights.write(0, &(1.0f32 / 16.0).to_ne_bytes().repeat(choices.len())).unwrap();
     rig.route(&[[0; TOP_K]; MAX_TOKENS], 3);
@@ -71,11 +68,11 @@ fn check_all(rig: &Rig) {
     rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();
     let own: Vec<usize> =
-        (0..ALL).filter(|expert| rig.ep.placement().rank_of(*expert) == Some(rig.rank as u32)).collect();
+        (0..all).filter(|expert| rig.ep.placement().rank_of(*expert) == Some(rig.rank as u32)).collect();
     let mut wanted = vec![0; own.len()];
     for (rank, token) in (0..3).flat_map(|rank| (0..MAX_TOKENS).map(move |token| (rank, token))) {
         if let Some(place) = own.iter().position(|expert| *expert == named(rank, token)) {
-            wanted[place] += (ALL - token) as u32;
+            wanted[place] += (all - token) as u32;
         }
     }
     let mut seen = vec![0u8; 4 * own.len()];
@@ -83,19 +80,22 @@ fn check_all(rig: &Rig) {
     let seen: Vec<u32> = seen.as_chunks::<4>().0.iter().map(|count| u32::from_ne_bytes(*count)).collect();
     assert_eq!(seen, wanted, "rank {}", rig.rank);
     for token in 0..MAX_TOKENS {
-        let factor = (ALL - token) as f32 / 16.0;
+        let factor = (all - token) as f32 / 16.0;
         assert_eq!(values(&rig.sum(token)), scaled(&rig.row(token, 3), factor), "rank {} token {token}", rig.rank);
     }
 }
 
 #[test]
 fn a_token_may_name_one_expert_with_all_its_choices() {
-    let wide = |builder: AllToAllBuilder| allowed(builder.experts(ALL).top_k(ALL));
-    on_ranks(3, |world| check_all(&Rig::with(&world, wide)));
-    nodes::on_nodes(&[1, 2], |world, network| {
-        let proxy = nodes::proxy(network, &world, 3000);
-        check_all(&Rig::with(&world, |builder| wide(builder.proxy(&proxy))));
-    });
+    // The most of 4 bits, the fewest of 8, and the most of any context.
+    for all in [15, 16, 32] {
+        let wide = |builder: AllToAllBuilder| allowed(builder.experts(all).top_k(all));
+        on_ranks(3, |world| check_all(&Rig::with(&world, wide), all));
+        nodes::on_nodes(&[1, 2], |world, network| {
+            let proxy = nodes::proxy(network, &world, 3000);
+            check_all(&Rig::with(&world, |builder| wide(builder.proxy(&proxy))), all);
+        });
+    }
 }
 
 #[test]
@@ -110,10 +110,13 @@ fn what_limits_contexts_that_allow_it_is_named() {
         let many = |builder: AllToAllBuilder| allowed(builder.max_tokens_per_rank((1 << 19) + 1));
         let refused = plan(&many).unwrap_err().to_string();
         assert!(refused.contains("max_tokens_per_rank is 524289") && refused.contains("use 1 to 524288"), "{refused}");
-        // 819 rows of 10 words.
-        let full = |experts| move |builder: AllToAllBuilder| allowed(builder.experts(experts).top_k(32));
-        let refused = plan(&full(819)).unwrap_err().to_string();
-        assert!(refused.contains("819 experts on a rank") && refused.contains("at most 818"), "{refused}");
-        assert!(plan(&full(818)).is_ok());
+        // 1365 rows of 6 words, and 819 of 10.
+        for (top_k, most) in [(15, 1364), (16, 818)] {
+            let full = |experts| move |builder: AllToAllBuilder| allowed(builder.experts(experts).top_k(top_k));
+            let refused = plan(&full(most + 1)).unwrap_err().to_string();
+            let (found, advice) = (format!("{} experts on a rank", most + 1), format!("at most {most}"));
+            assert!(refused.contains(&found) && refused.contains(&advice), "{refused}");
+            assert!(plan(&full(most)).is_ok());
+        }
     });
 }

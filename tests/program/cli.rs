@@ -26,6 +26,8 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --preset gpt-oss-120b --dtype fp8", "--hidden is `2880`", "multiple of 128"),
         ("bench --experts 0", "--experts is `0`", "whole number"),
         ("bench --experts 20000 --world 2", "--experts is `20000`", "2047"),
+        ("bench --experts 1365 --world 1 --duplicates 0", "--experts is `1365`", "1364"),
+        ("bench --experts 819 --world 1 --top-k 16 --duplicates 0", "--experts is `819`", "818"),
         ("bench --device cpu --experts 16000 --world 8", "--experts is `16000`", "must not exceed 8192"),
         ("bench --world 2 --ranks-per-node 1 --max-tokens 1000000", "--max-tokens is `1000000`", "use 1 to"),
         ("bench --top-k 33", "--top-k is `33`", "from 1 to 32"),

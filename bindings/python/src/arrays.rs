@@ -143,7 +143,7 @@ impl Array {
             return Ok(array);
         }
         if value.hasattr(intern!(py, "data_ptr"))? {
-            TENSORS.get_or_try_init(py, || dlpack::Tensors::of_torch(py))?;
+            TENSORS.get_or_try_init(py, || dlpack::Tensors::of_torch(value))?;
             return Array::of_torch(name, value);
         }
         if let Ok(interface) = value.getattr(intern!(py, "__cuda_array_interface__")) {

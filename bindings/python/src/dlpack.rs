@@ -181,6 +181,16 @@ struct Exchange {
     describe: Option<unsafe extern "C" fn(*mut c_void, *mut MaybeUninit<Tensor>) -> c_int>,
 }
 
+/// A function of C that takes no arguments.
+fn without_arguments(function: &Bound<'_, PyAny>) -> Option<ffi::PyCFunction> {
+    let object = function.as_ptr();
+    // SAFETY: the object lives, and is asked for what it is of first.
+    unsafe {
+        let fits = ffi::PyCFunction_Check(object) != 0 && ffi::PyCFunction_GetFlags(object) == ffi::METH_NOARGS;
+        if fits { ffi::PyCFunction_GetFunction(object) } else { None }
+    }
+}
+
 /// torch's way to tell of tensors, where its version has one.
 pub(super) struct Tensors {
     describe: unsafe extern "C" fn(*mut c_void, *mut MaybeUninit<Tensor>) -> c_int,
@@ -191,8 +201,9 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    /// That of the torch that is loaded.
-    pub fn of_torch(py: Python<'_>) -> PyResult<Option<Tensors>> {
+    /// That of the torch that is loaded, once a tensor comes.
+    pub fn of_torch(value: &Bound<'_, PyAny>) -> PyResult<Option<Tensors>> {
+        let py = value.py();
         let torch = py.import("torch")?;
         let tensor = torch.getattr("Tensor")?;
         let Ok(capsule) = tensor.getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
@@ -208,12 +219,10 @@ impl Tensors {
         let describe = unsafe { exchange.cast::<Exchange>().as_ref() }.describe;
         let parameter = torch.getattr("nn")?.getattr("Parameter")?;
         let types = [tensor.as_ptr() as usize, parameter.as_ptr() as usize];
-        let is_neg = torch.call_method1("empty", (0,))?.getattr("is_neg")?;
-        // SAFETY: the object is a function of C; without arguments its type is this one.
-        let is_neg = unsafe {
-            let plain = ffi::PyCFunction_Check(is_neg.as_ptr()) != 0
-                && ffi::PyCFunction_GetFlags(is_neg.as_ptr()) == ffi::METH_NOARGS;
-            if plain { ffi::PyCFunction_GetFunction(is_neg.as_ptr()) } else { None }
+        // Of another type it may be another function.
+        let is_neg = match types.contains(&(value.get_type_ptr() as usize)) {
+            true => without_arguments(&value.getattr("is_neg")?),
+            false => None,
         };
         Ok(describe.map(|describe| Tensors { describe, types, is_neg }))
     }

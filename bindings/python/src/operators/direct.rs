@@ -12,8 +12,8 @@ use pyo3::types::{PyList, PyTuple};
 
 /// Functions of torch.
 struct Torch {
-    /// Makes a tensor's object. What torch's own compiled functions have their results made by takes five times as
-    /// long, by capsules.
+    /// Makes a tensor's object, sooner than what torch's own compiled functions have theirs made by
+    /// (docs/notebook-host.md, "Objects without capsules").
     wrap: Wrap,
     /// Whether a profiler runs, which knows of operators alone.
     profiled: Py<PyAny>,

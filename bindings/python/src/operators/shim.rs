@@ -1,5 +1,5 @@
 //! torch's stable interface of C (`torch/csrc/stable/c/shim.h`, `torch/csrc/inductor/aoti_torch/c/shim.h`), by the
-//! libraries of the torch that this process has loaded.
+//! libraries of the torch that this process has loaded; and `wrap`, which is none of it.
 //!
 //! Of torch 2.11 and later, which has all of it. Functions return 0, or write why they do not to stderr.
 
@@ -103,7 +103,8 @@ pub(super) fn shim() -> Option<&'static Shim> {
 }
 
 /// `PyObject *THPVariable_Wrap(const at::TensorBase &)` (`torch/csrc/autograd/python_variable.h`), which is no part of
-/// the stable interface: its mangled name says what it takes. `AtenTensorHandle` is an `at::Tensor *`.
+/// the stable interface: its mangled name says what it takes. `AtenTensorHandle` is an `at::Tensor *`. An exception of
+/// C++ ends the process: the function throws where there is no memory for an object.
 pub(super) type Wrap = unsafe extern "C-unwind" fn(*const c_void) -> *mut pyo3::ffi::PyObject;
 
 /// That of the torch that is loaded; None of a version that lacks it.

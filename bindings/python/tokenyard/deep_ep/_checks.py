@@ -93,10 +93,11 @@ def as_it_is(name: str, given: torch.Tensor) -> None:
 
 
 def low_latency(x: torch.Tensor, tokens: int, experts: int, choices: int) -> None:
-    """Refuses what no context serves: the limits of its builder (bindings/api/builder.rs). `experts`: of a rank."""
+    """Refuses what no context serves: the limits of its builder (bindings/api/builder.rs), where experts may repeat.
+    `experts`: of a rank."""
     for name, found, most in (
         ("x", x.shape[1], 1 << 20), ("num_max_dispatch_tokens_per_rank", tokens, 1 << 20), ("topk_idx", choices, 32),
-        ("num_experts", experts, 2047),
+        ("num_experts", experts, 1364 if choices < 16 else 818),
     ):
         if not 0 < found <= most:
             what = {"x": "columns", "topk_idx": "choices", "num_experts": "experts a rank"}.get(name, "tokens")
