@@ -225,7 +225,7 @@ GROUPS = [
          "rows > raw::TY_MAX_COMPACT_ROWS as usize {", "rows > 8 * raw::TY_MAX_COMPACT_ROWS as usize {"),
     ]),
     ("test", "repeated", [
-        ("16 times counted with 4 bits", "bindings/api/shape.rs", "self.top_k < 16", "self.top_k <= 16"),
+        ("16 times counted with 4 bits", "bindings/api/shape.rs", "(true, ..16) => 4", "(true, ..17) => 4"),
         ("times in upper halves of bytes not counted", "kernels/dispatch/meta.cuh",
          "add_bytes(times >> 4 & high, add_bytes(times & low, rows))", "add_bytes(times & low, rows)"),
         ("times of 8 bits read as two of 4", "kernels/dispatch/meta.cuh",

@@ -6,7 +6,7 @@ use super::handle::Size;
 use super::missing::MissingRanks;
 use super::placement::{MAX_EXPERTS, MAX_REPLICA_SLOTS, Placement};
 use super::plan::Plan;
-use super::shape::{FEW_BLOCKS, LL_TOKENS, Shape};
+use super::shape::{FEW_BLOCKS, LL_TOKENS, Shape, most_local_experts};
 use super::sms::{Traffic, sms_available, sms_of};
 use super::tuning::{ArenaPlace, Tuning};
 use crate::base::{Dtype, Error, Result};
@@ -541,7 +541,7 @@ impl AllToAllBuilder {
 
     /// A tile's bitmap, of 32 tokens at least, is in shared memory.
     fn check_bitmap(&self, shape: &Shape) -> Result<()> {
-        let most = raw::TY_BITMAP_WORDS as usize / shape.bitmap_words(1) - 1;
+        let most = most_local_experts(self.top_k, self.tuning.duplicates);
         if shape.max_local_experts <= most {
             return Ok(());
         }

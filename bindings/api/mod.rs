@@ -58,6 +58,6 @@ pub use missing::{MissingRanks, SilentRank};
 pub use payload::{Payload, TokenPayload};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
-pub use shape::FEW_BLOCKS;
+pub use shape::{FEW_BLOCKS, most_local_experts};
 pub use statistics::{CallStatistics, Stage};
 pub use tuning::{ArenaPlace, Tuning};

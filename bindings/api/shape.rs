@@ -172,13 +172,7 @@ impl Shape {
 
     /// Bits of a token in a row of a tile's bitmap (`ty_context.bitmap_bits`): whether it goes there, or how often.
     pub fn bitmap_bits(&self) -> usize {
-        if !self.duplicates {
-            1
-        } else if self.top_k < 16 {
-            4
-        } else {
-            8
-        }
+        token_bits(self.top_k, self.duplicates)
     }
 
     /// Words of a tile's bitmap for an expert, where tiles have so many groups of 32 tokens: the tokens' bits, and the
@@ -363,6 +357,20 @@ impl Shape {
             self.dispatch_payload_words,
             self.room,
         )
+    }
+}
+
+/// Experts of one rank at the most, where tokens have that many choices, which may be one expert several times or not.
+pub fn most_local_experts(top_k: usize, duplicates: bool) -> usize {
+    let room = raw::TY_BITMAP_WORDS as usize / expert_words(token_bits(top_k, duplicates), 1) - 1;
+    room.min(raw::TY_MAX_LOCAL_EXPERTS as usize)
+}
+
+fn token_bits(top_k: usize, duplicates: bool) -> usize {
+    match (duplicates, top_k) {
+        (false, _) => 1,
+        (true, ..16) => 4,
+        (true, _) => 8,
     }
 }
 

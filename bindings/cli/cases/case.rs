@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use tokenyard::internals::api::most_local_experts;
 use tokenyard::internals::base::Dtype;
 
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
@@ -26,8 +27,6 @@ use crate::cli::usage::{Refusal, old_name};
 pub(super) const MAX_PAYLOAD: u64 = 4096;
 /// Most ranks of a node with in-place output, or of which some may be missing.
 pub(super) const MAX_IN_PLACE_RANKS: usize = 32;
-/// Experts of one rank at the most: their counts fit in a block's shared memory.
-pub const MAX_LOCAL_EXPERTS: usize = 2047;
 /// Ranks times experts of one rank at the most: these counts fit there, too.
 const MAX_COUNTS: usize = 8192;
 /// Bytes that rows are multiples of.
@@ -517,12 +516,7 @@ impl Case {
             return refuse("--call-top-k", given.to_string(), advice);
         }
         let most = counts.into_iter().max().unwrap_or(0);
-        // Where experts may repeat, as `AllToAllBuilder` has it.
-        let room = match self.duplicate_percent {
-            None => MAX_LOCAL_EXPERTS,
-            Some(_) if self.top_k < 16 => 1364,
-            Some(_) => 818,
-        };
+        let room = most_local_experts(self.top_k, self.duplicate_percent.is_some());
         if most > room {
             let advice = format!("{most} would live on one rank; give at most {room} for each rank");
             return refuse("--experts", self.experts.to_string(), advice);
