@@ -44,7 +44,7 @@ ARRAYS, ARGUMENTS, CONTEXT, WORLDS, PROXIES = (
 )
 BENCH, PROGRAM, GROUPS = (f"{PACKAGE}/{name}.py" for name in ("bench", "_program", "_worlds"))
 EAGER, PLANNED = f"{PACKAGE}/_eager.py", f"{PACKAGE}/deep_ep/_planned.py"
-IN_C, HANDLES, DIRECT = (f"{NATIVE}/operators/{name}.rs" for name in ("mod", "handles", "direct"))
+IN_C, HANDLES, DIRECT, PLAINNESS = (f"{NATIVE}/operators/{name}.rs" for name in ("mod", "handles", "direct", "plainness"))
 # Tests that are to notice.
 DEEP_EP, OPERATORS, PLAIN, VERSION_2 = "test_deep_ep.py", "test_ops.py", "test_calls.py test_torch.py", "test_elastic.py"
 LEFT, REFUSED = "test_deep_ep_left.py", "test_elastic_refused.py"
@@ -176,7 +176,13 @@ MUTANTS = [
     ("scales not compared", BENCH, "(words != of_rows).sum()", "(words != words).sum()",
      "test_bench.py"),
     ("capsules dropped before the call", ARGUMENTS, "self.capsules.borrow_mut().push(capsule);", "drop(capsule);", "test_dlpack.py"),
-    ("gradients lost in eager calls", EAGER, "(tensor.requires_grad and torch.is_grad_enabled())", "False", "test_eager.py test_ops.py"),
+    ("gradients lost in eager calls", PLAINNESS, "let asked = array.element.has_gradient() &&", "let asked = false &&", "test_eager.py test_ops.py"),
+    ("gradients lost beside a profiler", DIRECT, "if !are_plain(objects)? {", "if false {", "test_eager.py"),
+    ("traces that miss eager calls", PLAINNESS, "if watching.holds(py)? {", "if false {", "test_eager.py test_ops.py"),
+    ("bytes of one call in those of another", IN_C, "(shared.next + bytes, shared.left - 1)", "(shared.next, shared.left - 1)",
+     "test_low_latency.py"),
+    ("memory of one call for all", IN_C, "self.calls = (SHARED_BYTES / bytes.max(1)).clamp(1, SHARING_CALLS);", "self.calls = 1;",
+     "test_low_latency.py"),
     ("outputs of one memory on one another", IN_C, "all.checked_add(end / ALIGNED * ALIGNED)", "Some(all + 0 * end)", "test_low_latency.py"),
     ("a barrier of streams not waited for", f"{NATIVE}/barriers.rs", "core.finished_with(py, &ep, || Box::new(()))", "Ok(())", "test_calls.py"),
     ("a handle keeps rows", PLANNED, '"scales"], ["source", ', '"scales", "source"], [', "test_low_latency.py"),
@@ -198,7 +204,7 @@ MUTANTS = [
     ("sums of vLLM that share memory", VLLM, "if _overlaps(out) == 1:", "if False:", "test_vllm_native.py"),
     ("a half that Ctrl-C loses", f"{NATIVE}/operators/halves.rs", "UNTAKEN.with_borrow(|untaken| untaken.get(number).cloned()).map(Half)",
      "UNTAKEN.with_borrow_mut(|untaken| untaken.take(number)).map(Half)", "test_low_latency.py"),
-    ("profiles without operators", DIRECT, "if torch.profiled.bind(py).call0()?.is_truthy()? {", "if false {", "test_eager.py"),
+    ("profiles without operators", DIRECT, "if torch.profiled.holds(py)? {", "if false {", "test_eager.py"),
     ("results of a call in another order", DIRECT, "tensors.iter().map(", "tensors.iter().rev().map(", "test_eager.py"),
     ("negative views not known by their function", f"{NATIVE}/dlpack.rs", "is_neg(value.as_ptr(), null_mut())) }?.is_truthy()",
      "is_neg(value.as_ptr(), null_mut())) }?.is_truthy().map(|_| false)", "test_torch.py"),
@@ -219,7 +225,7 @@ MUTANTS = [
     ("the interpreter's lock taken for held", f"{NATIVE}/lock.rs", "let _held = Held(unsafe { ffi::PyGILState_Ensure() });", "", "test_eager.py"),
     ("weights that a flag leaves out read", IN_C, "(flags & flag != 0).then_some(name)", "(flag != 0).then_some(name)", "test_eager.py"),
     ("a caller's sums overwritten where they are to be added to", IN_C, "&out, flags & ACCUMULATE != 0)", "&out, false)", "test_eager.py"),
-    ("the tokens' weights where their experts belong", EAGER, "(_FIRST, first), (_SECOND, second)", "(_FIRST, second), (_SECOND, first)",
+    ("the tokens' weights where their experts belong", EAGER, "row_scales, first, second, plan)", "row_scales, second, first, plan)",
      "test_eager.py"),
     ("writes of an operator in C not counted", EAGER, "counted = [tensor for tensor in tensors if", "counted = [tensor for tensor in () if",
      "test_eager.py"),

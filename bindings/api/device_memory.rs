@@ -29,8 +29,8 @@ use crate::transport::network::DeviceNeeds;
 use crate::transport::{Arena, PeerMap};
 use std::sync::Arc;
 
-/// Tokens of a tile of routing metadata, where the caller does not choose. A smaller tile is done sooner, but its block
-/// then has little work beside its fixed cost (docs/performance.md).
+/// Most tokens of a tile of routing metadata, where the caller does not choose. A smaller tile is done sooner, but its
+/// block then has little work beside its fixed cost (docs/performance.md).
 const METADATA_TILE: usize = 256;
 
 /// Refuses an arena in GPU memory that the network does not reach.
@@ -203,7 +203,8 @@ impl Tiling {
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         Tiling {
             words: words as u32,
-            most: shape.max_tokens.div_ceil(32 * words) as u32,
+            // Several may be half as large: tile_words of meta.cuh.
+            most: shape.max_tokens.div_ceil(32 * words.div_ceil(2)) as u32,
             pairs: (1 + served) * shape.nodes.largest(),
             counts,
         }

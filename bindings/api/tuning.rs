@@ -136,8 +136,9 @@ pub struct Tuning {
     /// tokens on few ranks, zeroing takes longer than the fence. Default: 256, or 0 (never) if any rank has at most 48
     /// blocks.
     pub ll_tokens: Option<usize>,
-    /// Tokens whose routing metadata (see docs/design.md) one block builds: rounded up to a multiple of 32, and at most
-    /// as many as fit in shared memory. Other blocks build the routing metadata of further tokens. Default: 256.
+    /// Most tokens whose routing metadata (see docs/design.md) one block builds: rounded up to a multiple of 32, and at
+    /// most as many as fit in shared memory. Other blocks build the routing metadata of further tokens; in a call of
+    /// more tokens each builds that of half as many where there are blocks for it. Default: 256.
     pub meta_tile: Option<usize>,
     /// Whether the device detects launches of this context that overlap, once another library's capture has recorded
     /// calls of it. The caller orders that library's replays

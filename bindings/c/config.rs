@@ -69,7 +69,7 @@ pub struct tokenyard_tuning_t {
     pub handle_rows: usize,
     /// Rows of a chunk between nodes.
     pub chunk_rows: usize,
-    /// Tokens whose routing metadata one block builds; default 256.
+    /// Most tokens whose routing metadata one block builds; default 256.
     pub meta_tile: usize,
     /// Largest number of tokens with which partial rows are LL rows. `TOKENYARD_ZERO`: never.
     pub ll_tokens: u64,

@@ -352,7 +352,7 @@ typedef struct {
   size_t handle_rows;
   /// Rows of a chunk between nodes.
   size_t chunk_rows;
-  /// Tokens whose routing metadata one block builds; default 256.
+  /// Most tokens whose routing metadata one block builds; default 256.
   size_t meta_tile;
   /// Largest number of tokens with which partial rows are LL rows. `TOKENYARD_ZERO`: never.
   uint64_t ll_tokens;

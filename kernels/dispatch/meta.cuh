@@ -482,18 +482,20 @@ TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta
   if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
 
-// Groups of 32 tokens of a tile, where the call has `tokens` tokens.
+// Groups of 32 tokens of a tile, where the call has `tokens` tokens: of a tile that is alone, all. Of several, half as
+// many as fit, if each of them still has a block of its own (docs/notebook.md, "Smaller tiles").
 TY_DEVICE u32 tile_words(const Context auto &c, u32 tokens) {
-  u32 all = (tokens + 31) / 32;
-  return all < c.tile_words ? all : c.tile_words;
+  u32 all = (tokens + 31) / 32, half = (c.tile_words + 1) / 2;
+  if (all <= c.tile_words) return all;
+  return all * c.node_ranks <= half * worker_count(c) ? half : c.tile_words;
 }
 
 // Tiles of `tokens` tokens; no tokens make one tile, too, which publishes that.
 TY_DEVICE u32 tile_count(const Context auto &c, u32 tokens) {
-  u32 tile = c.tile_words * 32, count = 1;
-  TY_ROLLED
-  for (u32 end = tile; end < tokens; end += tile) ++count;
-  return count;
+  u32 all = (tokens + 31) / 32;
+  if (all <= c.tile_words) return 1;
+  u32 words = tile_words(c, tokens);
+  return (all + words - 1) / words;
 }
 
 TY_DEVICE Tile tile_at(const Context auto &c, const Choices &in, u32 destination, u32 number) {
@@ -547,6 +549,9 @@ TY_DEVICE TileRows tile_rows(const Context auto &c, u32 part, u32 destination, u
   return {pointer<u32>(c.tile_rows) + tile * (c.max_local_experts + 1), pointer<u64>(c.tile_tags) + tile};
 }
 
+// Rows of earlier tiles that a thread loads together.
+constexpr u32 tile_rows_ahead = 4;
+
 // Keeps a tile's rows for later tiles, and adds those of earlier tiles, which other blocks or this block marked, into
 // `start`, which is zero. By a team, whose members have marked the tile. Sets `faulty` if a choice in an earlier tile
 // is faulty. False once a deadline passed.
@@ -566,13 +571,21 @@ TY_DEVICE bool add_tiles(const Context auto &c, const Publisher &by, const Tile 
   for (u32 before = team_thread(team); before < number; before += team_threads(team))
     failed |= !wait_word(c, wait, tile_rows(c, part, tile.destination(), before).tag, 0, epoch, "tile");
   if (team_any(team, failed)) return false;
+  // Tiles lie one behind the other, each with its rows by expert.
+  const u32 *rows = tile_rows(c, part, tile.destination(), 0).rows;
+  u32 step = team_threads(team), e = team_thread(team) % words, next = step % words;
   bool refused = false;
-  for (u32 before = team_warp(team); before < number; before += team.warps) {
-    const u32 *rows = tile_rows(c, part, tile.destination(), before).rows;
-    for (u32 e = lane_index(); e < words; e += warp_size) {
-      u32 earlier = load(rows + e);
-      refused |= earlier == meta_refused;
-      (void)atomic_add_block(&shared.start[e], earlier);
+  TY_ROLLED
+  for (u32 first = team_thread(team); first < number * words; first += tile_rows_ahead * step) {
+    u32 earlier[tile_rows_ahead];
+    TY_UNROLL
+    for (u32 j = 0; j < tile_rows_ahead; ++j)
+      earlier[j] = first + j * step < number * words ? load(rows + first + j * step) : 0;
+    TY_UNROLL
+    for (u32 j = 0; j < tile_rows_ahead; ++j) {
+      refused |= earlier[j] == meta_refused;
+      if (earlier[j] != 0) (void)atomic_add_block(&shared.start[e], earlier[j]);
+      e = e + next < words ? e + next : e + next - words;
     }
   }
   faulty |= team_any(team, refused);

@@ -64,7 +64,8 @@ def way(request, monkeypatch):
         if VERSION < (2, 11):
             pytest.skip("torch before 2.11 has no such interface: install a later one")
         for attribute, name in CALLS.items():
-            monkeypatch.setattr(_eager, attribute, getattr(torch.ops.tokenyard, name).default._op)
+            operator = getattr(torch.ops.tokenyard, name).default._op
+            monkeypatch.setattr(_eager, attribute, _eager.asked(operator))
     return request.param
 
 
@@ -108,8 +109,44 @@ def test_calls_go_by_functions_but_where_a_profiler_runs(way):
         names = [event.name for event in profile.events()]
         for name in ("_dispatch", "_combine", "_dispatch_into", "_combine_into"):
             assert names.count(f"tokenyard::{name}") == 1, names
+        given = x.clone().requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            got = ops.dispatch(ep, given, ids, weights)
+        done(ep)
+        assert "tokenyard" in got.rows.grad_fn.name(), got.rows.grad_fn
         for a, b in zip(wanted, seen):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@needs_them
+def test_calls_that_something_watches_go_by_the_operator_in_python():
+    """A mode sees them, and a function's trace and derivatives by torch.func are of its tensors."""
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    seen = []
+
+    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        for mode in (Calls, Functions):
+            seen.clear()
+            with mode():
+                got = ops.dispatch(ep, x, ids, weights)
+                ops.combine(got.rows, got)
+            done(ep)
+            for name in ("dispatch", "combine"):
+                assert any(f"tokenyard.{name}" in one for one in seen), seen
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode gradient"):
+            ops.dispatch(ep, torch.autograd.forward_ad.make_dual(x, x), ids, weights)
 
 
 @needs_them
@@ -136,7 +173,7 @@ def test_functions_take_no_arguments_but_tensors():
 
         odd = [
             None, 7, "x", object(), [1.0], x.to_sparse(), torch.empty_like(x, device="meta"), x.to(torch.complex64),
-            torch._neg_view(x), torch.empty(0, device=DEVICE),
+            torch._neg_view(x), torch.empty(0, device=DEVICE), x.as_subclass(Other),
         ]
         for value in odd:
             for given in ((value, ids, weights, x), (x, value, weights, x), (x, ids, value, x)):
@@ -146,7 +183,7 @@ def test_functions_take_no_arguments_but_tensors():
                 none(_native.direct_combine_into, *given, out, 0)
             none(_native.direct_combine_into, got.rows, got.handle, weights, value, 0)
         # Of a plan, all the rest are none of the call's.
-        made, number = _native.direct_dispatch(x.as_subclass(Other), ids, weights, None, plan | 1)
+        made, number = _native.direct_dispatch(x, ids, weights, None, plan | 1)
         assert number == 0 and len(made) > 1
         for number in (0, 3, -1, 1 << 62, (1 << 63) - 1, -(1 << 63)):
             none(_native.direct_dispatch, x, ids, weights, x, number)

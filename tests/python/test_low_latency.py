@@ -430,19 +430,68 @@ def test_unusable_routing_of_a_hooks_call_on_a_gpu():
 @needs_them
 @pytest.mark.parametrize("options", [{"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}], ids=str)
 def test_small_results_share_memory_in_which_no_rows_lie(options):
-    """A handle, which has small ones, would else keep the rows, which are large."""
+    """A handle, which has small ones, would else keep the rows, which are large. Several calls share what they have."""
     case, buffer, x, ids, _ = one_rank()
-    for _ in range(2):
+    calls = []
+    for _ in range(20):
         rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, **options)
+        calls.append((rows if isinstance(rows, tuple) else (rows,), (handle[0], handle[1], counts)))
     settle(DEVICE)
-    large, small = rows if isinstance(rows, tuple) else (rows,), (handle[0], handle[1], counts)
-    memories = [{tensor.untyped_storage().data_ptr() for tensor in group} for group in (large, small)]
-    assert [len(memory) for memory in memories] == [1, 1] and memories[0] != memories[1]
-    assert all(is_inside(tensor) for tensor in (*large, *small))
-    for number, tensor in enumerate((*large, *small)):
+    # The first one is made in Python.
+    calls = calls[1:]
+    memories = [{memory_of(tensor) for tensor in group} for call in calls for group in call]
+    assert all(len(memory) == 1 for memory in memories)
+    large, small = (set().union(*memories[first::2]) for first in (0, 1))
+    assert (len(large), len(small)) == (19, 2) and not large & small
+    every = [tensor for large, small in calls for tensor in (*large, *small)]
+    assert all(is_inside(tensor) for tensor in every)
+    for number, tensor in enumerate(every):
         tensor.fill_(1 + number)
-    for number, tensor in enumerate((*large, *small)):
-        assert bool((tensor.to(torch.float32) == 1 + number).all()), f"another result lies in that of place {number}"
+    for number, tensor in enumerate(every):
+        # Of rows that are fp8 not every number.
+        wanted = torch.full_like(tensor, 1 + number).to(torch.float32)
+        assert bool((tensor.to(torch.float32) == wanted).all()), f"another result lies in that of place {number}"
+    buffer.destroy()
+
+
+def memory_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@needs_them
+def test_calls_of_another_stream_and_of_a_capture_share_no_memory():
+    if not torch.device(DEVICE).type == "cuda":
+        pytest.skip("the CPU device has no streams of torch: run it on a GPU")
+    case, buffer, x, ids, _ = one_rank()
+
+    def memory():
+        return memory_of(buffer.low_latency_dispatch(x, ids, case.tokens, case.experts)[2][0])
+
+    memory()
+    first = memory()
+    assert memory() == first
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other = memory()
+        assert other == memory() != first
+    torch.cuda.current_stream().wait_stream(side)
+    settle(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts)[2][0]
+    assert memory_of(captured) not in (first, other)
+    graph.replay()
+    settle(DEVICE)
+    # Numbers of tokens; the graph's memory is its own after its handle went, too.
+    wanted = captured.clone()
+    captured.fill_(-7)
+    more = [buffer.low_latency_dispatch(x, ids, case.tokens, case.experts)[2][0] for _ in range(40)]
+    kept = [sources.clone() for sources in more]
+    graph.replay()
+    settle(DEVICE)
+    assert torch.equal(captured, wanted) and all(torch.equal(a, b) for a, b in zip(more, kept))
+    del graph, captured
     buffer.destroy()
 
 

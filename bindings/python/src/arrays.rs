@@ -54,6 +54,11 @@ impl Element {
         }
     }
 
+    /// Whether torch has gradients of such elements.
+    pub fn has_gradient(self) -> bool {
+        matches!(self, Element::Bf16 | Element::Fp16 | Element::Fp32 | Element::Fp8E4m3)
+    }
+
     /// The dtype of sums, and of rows for combine, whose elements these are; numpy has no bf16. None: there is none.
     pub fn of_sums(self) -> Option<Dtype> {
         match self {

@@ -91,6 +91,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operators::direct_low_latency_send_back, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::operator_handles, module)?)?;
+    module.add_function(wrap_pyfunction!(operators::is_usual, module)?)?;
     module.add_function(wrap_pyfunction!(operators::take_pending, module)?)?;
     module.add_function(wrap_pyfunction!(operators::taken_handle, module)?)?;
     module.add_function(wrap_pyfunction!(operators::half_of, module)?)?;

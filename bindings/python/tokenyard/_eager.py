@@ -18,18 +18,25 @@ from ._errors import Found
 DEFINED: bool = _native.define_operators()
 """Whether there are such operators."""
 
-_forward: Any = torch.autograd.forward_ad
 _C: Any = torch._C
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
-_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
-_trace, _transform = _C._get_tracing_state, _C._functorch.peek_interpreter_stack
+_increment: Any = getattr(torch.autograd.graph, "increment_version", None)
 _WEIGHTS, _SCALES, _ROW_SCALES, _FIRST, _SECOND = 1, 2, 4, 8, 16
 _ACCUMULATE = 2
 _NAMES = (
     "_dispatch", "_dispatch_into", "_combine", "_combine_into", "_low_latency_dispatch", "_low_latency_send",
     "_low_latency_send_back", "_low_latency_combine",
 )
+
+
+def asked(operator: Any) -> Any:
+    """An operator as a function, which looks whether the call is one for it."""
+
+    def call(*given: Any) -> Tuple[List[torch.Tensor], int]:
+        made: Tuple[List[torch.Tensor], int] = ([], 0)
+        return operator(*given) if _native.is_usual(*given[:-1]) else made
+
+    return call
 
 
 def _calls() -> List[Any]:
@@ -39,7 +46,7 @@ def _calls() -> List[Any]:
         return [None] * len(_NAMES)
     operators = [getattr(torch.ops.tokenyard, name).default._op for name in _NAMES]
     direct = _native.direct_calls(operators)
-    return [getattr(_native, "direct" + name) for name in _NAMES] if direct else operators
+    return [getattr(_native, "direct" + name) for name in _NAMES] if direct else [asked(each) for each in operators]
 
 
 (
@@ -51,16 +58,10 @@ def _calls() -> List[Any]:
 make nothing."""
 
 
-def plain(*tensors: Optional[torch.Tensor]) -> bool:
-    """Whether a call with these tensors is one for them: nothing traces, transforms or differentiates it."""
-    if not DEFINED or _is_compiling() or _dispatch_modes() or _function_modes() or _trace() or _transform():
-        return False
-    if _forward._current_level >= 0:
-        return False
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or (tensor.requires_grad and torch.is_grad_enabled())):
-            return False
-    return True
+def usual() -> bool:
+    """Whether there are calls, and torch compiles nothing. They look themselves whether something traces, transforms or
+    differentiates them: such a call is none for them."""
+    return DEFINED and not _is_compiling()
 
 
 _NOTHING = Found()
@@ -139,19 +140,30 @@ def dispatch_into(
     """The handle of a dispatch into tensors of the caller. `first` and `second`: offsets alone, or in the token layout
     experts and weights of tokens. None: the call is none for this operator. An error of a call that took place has the
     handle as its `handle`."""
-    flags, others = 0, []
-    for flag, tensor in (
-        (_WEIGHTS, topk_weights), (_SCALES, scales), (_ROW_SCALES, row_scales), (_FIRST, first), (_SECOND, second)
-    ):
-        flags |= flag if tensor is not None else 0
-        others.append(x if tensor is None else tensor)
+    if topk_weights is None:
+        topk_weights = x
+    else:
+        plan |= _WEIGHTS
+    if scales is None:
+        scales = x
+    else:
+        plan |= _SCALES
+    if row_scales is None:
+        row_scales = x
+    else:
+        plan |= _ROW_SCALES
+    if first is None:
+        first = x
+    else:
+        plan |= _FIRST
+    if second is None:
+        second = x
+    else:
+        plan |= _SECOND
     made: List[torch.Tensor]
-    made, number = _DISPATCH_INTO(
-        x, topk_idx, others[0], others[1], rows, counts, others[2], others[3], others[4], plan | flags
-    )
-    found = _found(number)
-    if found:
-        found.raise_with(made[0] if made else None, "handle")
+    made, number = _DISPATCH_INTO(x, topk_idx, topk_weights, scales, rows, counts, row_scales, first, second, plan)
+    if number < 0:
+        _found(number).raise_with(made[0] if made else None, "handle")
     return made[0] if made else None
 
 
@@ -172,29 +184,17 @@ def combine_into(
     return bool(made)
 
 
-def writable(*tensors: Optional[torch.Tensor]) -> bool:
-    """Whether such an operator may write into these: not where torch would hand it a copy, nor where a gradient would be
-    lost."""
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.requires_grad or tensor.is_neg()):
-            return False
-    return True
-
-
-_increment: Any = getattr(torch.autograd.graph, "increment_version", None)
-
-
 def written(*tensors: Optional[torch.Tensor]) -> None:
     """Counts a write, so that backward refuses a tensor that it saved before."""
-    counted = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
-    if not counted or _increment is None:
-        return
+    counted = [tensor for tensor in tensors if tensor is not None]
     if DEFINED:
-        # Versions of torch before those take one at a time.
-        _increment(counted)
+        # Of torch's public function, which first asks whether it was given one tensor. It leaves inference tensors out.
+        _C._increment_version(counted)
         return
-    for tensor in counted:
-        _increment(tensor)
+    # Versions of torch before those take one at a time.
+    for tensor in counted if _increment is not None else ():
+        if not tensor.is_inference():
+            _increment(tensor)
 
 
 def combine(

@@ -41,7 +41,7 @@ __all__ = [
     "direct_low_latency_send_back",
     "half_is_kept",
     "half_of",
-    "host", "must_be_main",
+    "host", "is_usual", "must_be_main",
     "newest_half",
     "operator_handle",
     "operator_handles",
@@ -54,6 +54,7 @@ __all__ = [
 version: str
 
 def barrier(context: Context, stream: int) -> None: ...
+def is_usual(*objects: Any) -> bool: ...
 def define_operators() -> bool: ...
 def direct_calls(operators: Sequence[Any]) -> bool: ...
 def direct_dispatch(x: Any, topk_idx: Any, topk_weights: Any, scales: Any, plan: int) -> Tuple[List[Any], int]: ...
@@ -262,6 +263,7 @@ class Plan:
         column_major: bool = False,
         views: Optional[Sequence[Tuple[str, Sequence[int], Sequence[int], int]]] = None,
         together: Optional[Sequence[Sequence[str]]] = None,
+        shared: Optional[int] = None,
         drop_overflow: bool = False,
     ) -> Plan: ...
     @property

@@ -689,7 +689,7 @@ def dispatch(
     do."""
     weights, has_scales = _checked(ep, format, capacity)
     row_weights = weights == "none" and topk_weights is not None
-    if not (exact or row_weights) and _eager.plain(x, topk_idx, topk_weights, scales):
+    if not (exact or row_weights) and _eager.usual():
         brought = topk_weights if weights == "dispatch" else None
         plan = ep.plan(format, layout, align, capacity, drop_overflow)
         made, found = _eager.dispatch(plan, x, topk_idx, brought, scales)
@@ -761,7 +761,7 @@ def dispatch_into(
     given = x is not None and topk_idx is not None and rows is not None and counts is not None
     usual = given and (offsets is None if of_tokens else token_experts is None and token_weights is None)
     usual = usual and row_count is None
-    if usual and _eager.plain(x, topk_idx, topk_weights, scales) and _eager.writable(*outputs):
+    if usual and _eager.usual():
         brought = topk_weights if weights == "dispatch" else None
         try:
             plan = ep.plan(format, layout, align, 0, drop_overflow)
@@ -840,7 +840,7 @@ def combine(
     dispatch brought, or `topk_weights` where its format has weights with "combine"."""
     if got.row_weights is not None:
         rows = (rows * got.row_weights.unsqueeze(-1)).to(rows.dtype)
-    if _eager.plain(rows, topk_weights) and isinstance(got.handle, torch.Tensor):
+    if _eager.usual() and isinstance(got.handle, torch.Tensor):
         sums = _eager.combine(rows, got.handle, topk_weights, got.tokens)
         if sums is not None:
             return sums
@@ -864,7 +864,7 @@ def combine_into(
 ) -> None:
     """As `combine`, into `out` or added to it, and without row weights. Has no gradient."""
     given = rows is not None and out is not None and isinstance(got.handle, torch.Tensor)
-    usual = given and _eager.plain(rows, topk_weights) and _eager.writable(out)
+    usual = given and _eager.usual()
     if usual and _eager.combine_into(rows, got.handle, topk_weights, out, accumulate):
         _eager.written(out)
         return

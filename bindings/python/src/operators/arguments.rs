@@ -1,6 +1,7 @@
 //! What a call is given: tensors that torch hands to an operator, or objects of a call in Python.
 
 use super::Failure;
+use super::plainness::is_plain;
 use super::shim::Tensor;
 use crate::arrays::Array;
 use pyo3::prelude::*;
@@ -14,14 +15,18 @@ pub(super) enum Arguments<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Arguments<'a, N> {
-    /// What the arguments that have a name say. One that Python knows more of is none for operators.
+    /// What the arguments that have a name say. One that Python knows more of is none for operators. Nor is one of which a
+    /// gradient is asked, which is looked at here for functions alone.
     pub fn arrays(&self, names: [Option<&'static str>; N]) -> Result<[Option<Array>; N], Failure> {
         let mut arrays = std::array::from_fn(|_| None);
         for ((place, name), array) in names.iter().enumerate().zip(&mut arrays) {
             let Some(name) = name else { continue };
             let found = match self {
                 Arguments::OfTorch(tensors) => tensors[place].array(name),
-                Arguments::OfPython(objects) => Array::of(name, &objects[place], false).ok().and_then(Array::lent),
+                Arguments::OfPython(objects) => {
+                    let array = Array::of(name, &objects[place], false).ok();
+                    array.filter(|array| is_plain(&objects[place], array).unwrap_or(false)).and_then(Array::lent)
+                }
             };
             *array = Some(found.ok_or(Failure::NotHere)?);
         }

@@ -1,8 +1,9 @@
 //! The operators' calls without torch's dispatcher, which takes as long as the call itself: functions in Python that
-//! take and return what the operators do. What torch does around an operator (traces, gradients, profiles) needs the
-//! operator, and bindings/python/tokenyard/_eager.py asks for that before.
+//! take and return what the operators do. What torch does around an operator needs the operator: profiles, which are
+//! looked for here, and traces and gradients, for which a call is none for these functions.
 
 use super::arguments::Arguments;
+use super::plainness::{Function, are_plain, is_watched};
 use super::shim::{self, Shim, Tensor, Wrap};
 use super::{Outcome, Results, outcome_of};
 use pyo3::exceptions::PyRuntimeError;
@@ -16,7 +17,7 @@ struct Torch {
     /// (docs/notebook-host.md, "Objects without capsules").
     wrap: Wrap,
     /// Whether a profiler runs, which knows of operators alone.
-    profiled: Py<PyAny>,
+    profiled: Function,
     operators: [Py<PyAny>; 8],
 }
 
@@ -27,8 +28,7 @@ static TORCH: PyOnceLock<Option<Torch>> = PyOnceLock::new();
 #[pyfunction]
 pub(crate) fn direct_calls(py: Python<'_>, operators: [Py<PyAny>; 8]) -> bool {
     let found = || -> PyResult<Option<Torch>> {
-        let of_torch = |module: &str, name: &str| Ok::<_, PyErr>(py.import(module)?.getattr(name)?.unbind());
-        let profiled = of_torch("torch._C._autograd", "_profiler_enabled")?;
+        let profiled = Function::new(py.import("torch._C._autograd")?.getattr("_profiler_enabled")?);
         Ok(shim::wrap().map(|wrap| Torch { wrap, profiled, operators }))
     };
     TORCH.get_or_init(py, || found().ok().flatten()).is_some()
@@ -47,7 +47,13 @@ fn called<'py, const N: usize>(
     let Some((shim, torch)) = shim::shim().zip(TORCH.get(py).and_then(Option::as_ref)) else {
         return Err(PyRuntimeError::new_err("this torch has no direct calls: call the operator"));
     };
-    if torch.profiled.bind(py).call0()?.is_truthy()? {
+    if is_watched(py)? {
+        return Ok((PyList::empty(py).into_any(), 0));
+    }
+    if torch.profiled.holds(py)? {
+        if !are_plain(objects)? {
+            return Ok((PyList::empty(py).into_any(), 0));
+        }
         let number = number.into_pyobject(py)?.into_any();
         let arguments: Vec<_> = objects.into_iter().chain([&number]).collect();
         let arguments = PyTuple::new(py, arguments)?;

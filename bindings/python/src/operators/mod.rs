@@ -11,6 +11,7 @@ mod arguments;
 mod direct;
 mod halves;
 mod handles;
+mod plainness;
 mod shim;
 
 use super::arrays::{Array, Dimensions, Element, Place, packed};
@@ -39,6 +40,7 @@ pub(super) use direct::{
 };
 pub(super) use halves::{Half, half_is_kept, half_of, newest_half};
 pub(super) use handles::{Number, Slots, operator_handle, operator_handles, taken_handle};
+pub(super) use plainness::is_usual;
 
 /// The operators' schemas. Tensors that a call lacks are `x` or `rows` once more, as flags say. `first` and `second`
 /// are offsets alone, or in the token layout experts and weights of tokens. Tensors that are written are none of the
@@ -241,6 +243,54 @@ struct Memory {
     sizes: Vec<i64>,
     strides: Vec<i64>,
     element: Element,
+    /// How many calls of a stream take bytes of one memory, each those behind the ones of the call before.
+    calls: i64,
+    shared: Mutex<Option<SharedMemory>>,
+}
+
+/// Memory of which further calls take bytes.
+struct SharedMemory {
+    tensor: Tensor,
+    stream: u64,
+    /// Where those of the next call begin.
+    next: i64,
+    left: i64,
+}
+
+/// Most calls that take bytes of one memory, and most bytes of it: they stay as long as any of these calls' outputs.
+const SHARING_CALLS: i64 = 16;
+const SHARED_BYTES: i64 = 4 << 20;
+
+impl Memory {
+    fn new(sizes: Vec<i64>, strides: Vec<i64>, element: Element) -> Memory {
+        Memory { sizes, strides, element, calls: 1, shared: Mutex::new(None) }
+    }
+
+    /// Lets calls share memory of bytes.
+    fn share(&mut self) -> Option<()> {
+        let bytes = self.sizes[0].checked_add(ALIGNED - 1)? / ALIGNED * ALIGNED;
+        self.calls = (SHARED_BYTES / bytes.max(1)).clamp(1, SHARING_CALLS);
+        self.sizes[0] = bytes;
+        Some(())
+    }
+
+    /// Memory for a call, and where its bytes begin there.
+    fn made(&self, shim: &'static Shim, place: Place, stream: &Stream) -> Option<(Tensor, i64)> {
+        // What is made in a capture belongs to its graph.
+        if self.calls == 1 || stream.is_capturing().unwrap_or(true) {
+            return Some((shim.empty(&self.sizes, &self.strides, self.element, place)?, 0));
+        }
+        let (bytes, stream) = (self.sizes[0], stream.raw());
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if !shared.as_ref().is_some_and(|shared| shared.stream == stream && shared.left > 0) {
+            let tensor = shim.empty(&[bytes * self.calls], &[1], self.element, place)?;
+            *shared = Some(SharedMemory { tensor, stream, next: 0, left: self.calls });
+        }
+        let shared = shared.as_mut()?;
+        let taken = (shared.tensor.again()?, shared.next);
+        (shared.next, shared.left) = (shared.next + bytes, shared.left - 1);
+        Some(taken)
+    }
 }
 
 /// Bytes of which outputs begin at multiples in memory that they share, as tensors of their own do on a GPU.
@@ -337,11 +387,12 @@ impl Plan {
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs that share one memory in
     /// this order, in groups, since each memory takes time to make. torch may make the last of a group larger.
-    /// `drop_overflow`: as of an `Output`.
+    /// `shared`: which group's memory is shared by several calls of a stream, too, outside captures: of small outputs
+    /// that live for a similar time. `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
         context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None,
-        drop_overflow=false,
+        shared=None, drop_overflow=false,
     ))]
     // The parameters are Python's.
     #[allow(clippy::too_many_arguments)]
@@ -355,11 +406,12 @@ impl Plan {
         column_major: bool,
         views: Option<Vec<View>>,
         together: Option<Vec<Vec<String>>>,
+        shared: Option<usize>,
         drop_overflow: bool,
     ) -> PyResult<Plan> {
         let groups = together.unwrap_or_default();
         // The memory of each group, once it has an output.
-        let mut shared: Vec<Option<usize>> = vec![None; groups.len()];
+        let mut of_groups: Vec<Option<usize>> = vec![None; groups.len()];
         let mut memories: Vec<Memory> = Vec::new();
         let mut of_output = |(name, shape, dtype): &(String, Vec<usize>, String)| -> PyResult<Made> {
             let (name, element) = named(name, dtype)?;
@@ -371,11 +423,11 @@ impl Plan {
             };
             let (sizes, strides) = (signed(shape)?, signed(&packed(shape, 1))?);
             let Some(group) = groups.iter().position(|group| group.iter().any(|shares| shares == name)) else {
-                memories.push(Memory { sizes: sizes.clone(), strides: strides.clone(), element });
+                memories.push(Memory::new(sizes.clone(), strides.clone(), element));
                 return Ok(Made { name, sizes, strides, element, memory: memories.len() - 1, offset: 0, seen: None });
             };
-            let memory = *shared[group].get_or_insert_with(|| {
-                memories.push(Memory { sizes: vec![0], strides: vec![1], element: Element::U8 });
+            let memory = *of_groups[group].get_or_insert_with(|| {
+                memories.push(Memory::new(vec![0], vec![1], Element::U8));
                 memories.len() - 1
             });
             let before = groups[group].iter().take_while(|before| *before != name);
@@ -391,6 +443,14 @@ impl Plan {
             Ok(Made { name, sizes, strides, element, memory, offset, seen })
         };
         let mut made: Vec<Made> = outputs.iter().map(&mut of_output).collect::<PyResult<_>>()?;
+        if let Some(group) = shared {
+            let memory = of_groups.get(group).copied().flatten().and_then(|memory| memories.get_mut(memory));
+            let memory =
+                memory.ok_or_else(|| PyValueError::new_err(format!("shared is {group}: no group has outputs")))?;
+            memory
+                .share()
+                .ok_or_else(|| PyValueError::new_err("the outputs that are shared are too large: give less"))?;
+        }
         let rows = outputs.iter().find(|(name, ..)| name == "rows").map(|(_, shape, _)| shape.as_slice());
         let layout = calls::layout(layout, align, rows.unwrap_or(&[]))?;
         let core = context.core();
@@ -531,7 +591,7 @@ fn low_latency_sent(shim: &'static Shim, arguments: &Arguments<'_, 2>, plan: i64
         let given = prepared.low_latency_given(arrays)?;
         let call = prepared.core.call_of(ep, &prepared.format);
         let (tokens, room) = calls::tokens(&call, &given)?;
-        let (made, output, places) = prepared.outputs(shim, &call)?;
+        let (made, output, places) = prepared.outputs(shim, &call, stream)?;
         let sent = ep.dispatch_send(stream, &tokens)?;
         let Prepared { context, layout, ref format, ref core, .. } = *prepared;
         let format = format.clone();
@@ -612,7 +672,7 @@ impl Prepared {
     ) -> Result<(Vec<Tensor>, Parts), Failure> {
         let call = self.core.call_of(ep, &self.format);
         let (tokens, room) = calls::tokens(&call, given)?;
-        let (made, output, places) = self.outputs(shim, &call)?;
+        let (made, output, places) = self.outputs(shim, &call, stream)?;
         let inner = ep.dispatch(stream, &tokens, &output)?;
         Ok((made, Parts { inner, tokens: room, format: self.format.clone(), places }))
     }
@@ -622,19 +682,20 @@ impl Prepared {
         &self,
         shim: &'static Shim,
         call: &Call<'_>,
+        stream: &Stream,
     ) -> Result<(Vec<Tensor>, tokenyard::Output, Dimensions), Failure> {
         let mut memories = Vec::with_capacity(self.memories.len());
-        for Memory { sizes, strides, element } in &self.memories {
-            let tensor = shim.empty(sizes, strides, *element, self.place).ok_or(Failure::NotHere)?;
+        for memory in &self.memories {
+            let (tensor, begin) = memory.made(shim, self.place, stream).ok_or(Failure::NotHere)?;
             let address = tensor.address().ok_or(Failure::NotHere)?;
-            memories.push((Some(tensor), address));
+            memories.push((Some(tensor), address, begin));
         }
         // One more for a handle's tensor.
         let mut made = Vec::with_capacity(1 + self.made.len());
         let (mut rows, mut counts, mut scales, mut others) = (None, None, None, Vec::with_capacity(self.made.len()));
         for Made { name, sizes, strides, element, memory, offset, seen } in &self.made {
-            let (tensor, address) = &mut memories[*memory];
-            let address = *address + *offset as u64;
+            let (tensor, address, begin) = &mut memories[*memory];
+            let address = *address + (*begin + *offset) as u64;
             let array = Array::of_operator(name, address, sizes, strides, *element, self.place);
             match *name {
                 "rows" => rows = Some(array),
@@ -643,7 +704,7 @@ impl Prepared {
                 other => others.push((other, array)),
             }
             let shown = match (seen, tensor.as_ref()) {
-                (Some(seen), Some(tensor)) => tensor.part(seen.offset, *element, &seen.sizes, &seen.strides),
+                (Some(seen), Some(tensor)) => tensor.part(*begin + seen.offset, *element, &seen.sizes, &seen.strides),
                 _ => tensor.take(),
             };
             made.push(shown.ok_or(Failure::NotHere)?);

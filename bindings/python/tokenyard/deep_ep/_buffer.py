@@ -331,9 +331,9 @@ class Buffer:
         special = use_nvfp4 or async_finish
         if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
             if isinstance(num_max_dispatch_tokens_per_rank, int) and isinstance(num_experts, int):
-                kind = (num_max_dispatch_tokens_per_rank, num_experts, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
+                kind = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
                 shape = self._low_latency.shapes.get(kind)
-                if shape is not None and _eager.plain(x, topk_idx):
+                if shape is not None and _eager.usual():
                     planned_call = self._planned_send if return_recv_hook else self._planned_dispatch
                     planned = planned_call(shape, x, topk_idx)
                     if planned is not None:
@@ -443,7 +443,7 @@ class Buffer:
         special = use_logfmt or async_finish or overlap
         if not special and out is combine_wait_recv_cost_stats is src_signals is comp_signal is None:
             planned = getattr(handle, "planned", None)
-            if planned is not None and self._world is not None and _eager.plain(x, topk_idx, topk_weights):
+            if planned is not None and self._world is not None and _eager.usual():
                 if self._combined is not None:
                     self._combined.before_next()
                 if return_recv_hook:

@@ -67,6 +67,6 @@ def _plan(ep: AllToAll, format: Format, ranks: int) -> _native.Plan:
         views.append(("scales", (experts, capacity, words), (words * lead, 1, lead), 0))
     return ep.prepare(
         format, "masked", outputs, column_major=format.scales is not None, views=views,
-        # A handle has the small ones, and outlives the rows.
-        together=[["rows", "scales"], ["source", "source_ranges", "counts"]],
+        # A handle has the small ones, and outlives the rows. To make memory takes as long as all other work in C.
+        together=[["rows", "scales"], ["source", "source_ranges", "counts"]], shared=1,
     )
