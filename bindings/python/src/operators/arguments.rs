@@ -15,8 +15,8 @@ pub(super) enum Arguments<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Arguments<'a, N> {
-    /// What the arguments that have a name say. One that Python knows more of is none for operators. Nor is one of which
-    /// a gradient is asked, which is looked at here for functions alone.
+    /// What the arguments that have a name say. One that Python knows more of is none for operators, nor is one of
+    /// which a gradient is asked; that is looked at here for functions alone.
     pub fn arrays(&self, names: [Option<&'static str>; N]) -> Result<[Option<Array>; N], Failure> {
         let mut arrays = std::array::from_fn(|_| None);
         for ((place, name), array) in names.iter().enumerate().zip(&mut arrays) {
