@@ -77,7 +77,7 @@ TABLE = [
     ("earlier tiles of metadata not counted", METADATA, "first = team_thread(team); first < number * words;", "first = team_thread(team) + words; first < number * words;"),
     ("rows of an earlier tile added to another expert", METADATA, "e = e + next < words ? e + next : e + next - words;", "e = e + next < words ? e + next : e;"),
     ("smaller tiles taken for whole ones", METADATA, "return (all + words - 1) / words;", "return (all + c.tile_words - 1) / c.tile_words;"),
-    ("no room for smaller tiles", "bindings/api/device_memory.rs", "div_ceil(32 * words.div_ceil(2))", "div_ceil(32 * words)"),
+    ("no room for smaller tiles", "bindings/api/device_memory.rs", "else { words.div_ceil(2) };", "else { words };"),
     ("N9: rows of earlier tiles read before they are there", METADATA, "failed |= !wait_word(c, wait, tile_rows", "failed |= false && !wait_word(c, wait, tile_rows"),
     ("N9: a tile's rows kept without release", METADATA, "store_release_gpu(own.tag, epoch)", "store_relaxed_gpu(own.tag, epoch)"),
     ("fault in an earlier tile forgotten", METADATA, "refused |= earlier[j] == meta_refused;", ""),

@@ -201,10 +201,11 @@ impl Tiling {
         let fits = |groups: &usize| counts * shape.bitmap_words(*groups) <= raw::TY_BITMAP_WORDS as usize;
         let words = (1..=asked).rev().find(fits).unwrap_or(1);
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
+        // Several of one node may be half as large: tile_words of meta.cuh.
+        let least = if shape.nodes.members().len() > 1 { words } else { words.div_ceil(2) };
         Tiling {
             words: words as u32,
-            // Several may be half as large: tile_words of meta.cuh.
-            most: shape.max_tokens.div_ceil(32 * words.div_ceil(2)) as u32,
+            most: shape.max_tokens.div_ceil(32 * least) as u32,
             pairs: (1 + served) * shape.nodes.largest(),
             counts,
         }

@@ -138,7 +138,7 @@ pub struct Tuning {
     pub ll_tokens: Option<usize>,
     /// Most tokens whose routing metadata (see docs/design.md) one block builds: rounded up to a multiple of 32, and at
     /// most as many as fit in shared memory. Other blocks build the routing metadata of further tokens; in a call of
-    /// more tokens each builds that of half as many where there are blocks for it. Default: 256.
+    /// one node that has more tokens each builds that of half as many if there are blocks for it. Default: 256.
     pub meta_tile: Option<usize>,
     /// Whether the device detects launches of this context that overlap, once another library's capture has recorded
     /// calls of it. The caller orders that library's replays

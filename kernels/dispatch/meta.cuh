@@ -194,7 +194,8 @@ TY_DEVICE Meta meta_of(const Context auto &c, u32 owner, u32 source, u64 epoch) 
 //                       epoch          row of this source     slot at the owner  + 1 + 1
 //
 // One is added for "here", and one more by meta_word for "written". A position is below 2^20: a rank has at most so
-// many tokens, or, where tokens may name an expert several times, choices.
+// many tokens, or, where tokens may name an expert several times, choices. Launches that mix may add half as many
+// (docs/failure.md), which end in the same 32 bits.
 constexpr u32 meta_expert_bits = 11, meta_slot_bits = 5;
 static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits,
               "fields of a metadata word");
@@ -482,12 +483,14 @@ TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta
   if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
 
-// Groups of 32 tokens of a tile, where the call has `tokens` tokens: of a tile that is alone, all. Of several, half as
-// many as fit, if each of them still has a block of its own (docs/notebook.md, "Smaller tiles").
+// Groups of 32 tokens of a tile, where the call has `tokens` tokens: of a tile that is alone, all. Of several in one
+// node, half as many as fit, if they are no more than there are blocks (docs/notebook.md, "Smaller tiles"). A rail goes
+// through as many tiles as a call may have, and so has few.
 TY_DEVICE u32 tile_words(const Context auto &c, u32 tokens) {
   u32 all = (tokens + 31) / 32, half = (c.tile_words + 1) / 2;
   if (all <= c.tile_words) return all;
-  return all * c.node_ranks <= half * worker_count(c) ? half : c.tile_words;
+  if (spans_nodes(c)) return c.tile_words;
+  return (all + half - 1) / half * c.node_ranks <= block_count() ? half : c.tile_words;
 }
 
 // Tiles of `tokens` tokens; no tokens make one tile, too, which publishes that.

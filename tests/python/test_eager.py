@@ -114,6 +114,11 @@ def test_calls_go_by_functions_but_where_a_profiler_runs(way):
             got = ops.dispatch(ep, given, ids, weights)
         done(ep)
         assert "tokenyard" in got.rows.grad_fn.name(), got.rows.grad_fn
+        plans = len(ep._plans)
+        for capacity in range(16, 20):
+            ops.dispatch(ep, given, ids, weights, capacity=capacity)
+        done(ep)
+        assert len(ep._plans) == plans
         for a, b in zip(wanted, seen):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -162,7 +167,12 @@ def test_functions_take_no_arguments_but_tensors():
         before = _native.operator_handles()
 
         class Other(torch.Tensor):
-            pass
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                ran.append(function)
+                return super().__torch_function__(function, types, args, kwargs or {})
+
+        ran = []
 
         def none(call, *given):
             made, number = call(*given)
@@ -182,6 +192,7 @@ def test_functions_take_no_arguments_but_tensors():
                 none(_native.direct_combine, *given, case.tokens << 1)
                 none(_native.direct_combine_into, *given, out, 0)
             none(_native.direct_combine_into, got.rows, got.handle, weights, value, 0)
+        assert not ran
         # Of a plan, all the rest are none of the call's.
         made, number = _native.direct_dispatch(x, ids, weights, None, plan | 1)
         assert number == 0 and len(made) > 1

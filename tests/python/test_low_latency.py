@@ -475,6 +475,14 @@ def test_calls_of_another_stream_and_of_a_capture_share_no_memory():
     with torch.cuda.stream(side):
         other = memory()
         assert other == memory() != first
+    assert memory() == first
+    third = torch.cuda.Stream()
+    third.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(third):
+        assert memory() not in (first, other)
+    torch.cuda.current_stream().wait_stream(third)
+    with torch.cuda.stream(side):
+        assert memory() == other
     torch.cuda.current_stream().wait_stream(side)
     settle(DEVICE)
     graph = torch.cuda.CUDAGraph()

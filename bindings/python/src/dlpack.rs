@@ -182,7 +182,7 @@ struct Exchange {
 }
 
 /// A function of C that takes no arguments.
-fn without_arguments(function: &Bound<'_, PyAny>) -> Option<ffi::PyCFunction> {
+pub(super) fn without_arguments(function: &Bound<'_, PyAny>) -> Option<ffi::PyCFunction> {
     let object = function.as_ptr();
     // SAFETY: the object lives, and is asked for what it is of first.
     unsafe {

@@ -21,6 +21,8 @@ DEFINED: bool = _native.define_operators()
 _C: Any = torch._C
 _is_compiling = torch.compiler.is_compiling
 _increment: Any = getattr(torch.autograd.graph, "increment_version", None)
+# Of that function, which first asks whether it was given one tensor. It leaves inference tensors out.
+_increment_all: Any = getattr(_C, "_increment_version", None)
 _WEIGHTS, _SCALES, _ROW_SCALES, _FIRST, _SECOND = 1, 2, 4, 8, 16
 _ACCUMULATE = 2
 _NAMES = (
@@ -62,6 +64,13 @@ def usual() -> bool:
     """Whether there are calls, and torch compiles nothing. They look themselves whether something traces, transforms or
     differentiates them: such a call is none for them."""
     return DEFINED and not _is_compiling()
+
+
+def trains(x: Any, topk_weights: Any) -> bool:
+    """Whether a gradient is asked of one of these: no plan is made for such a call, which is none for these calls."""
+    if not torch.is_grad_enabled():
+        return False
+    return bool(getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False))
 
 
 _NOTHING = Found()
@@ -187,9 +196,8 @@ def combine_into(
 def written(*tensors: Optional[torch.Tensor]) -> None:
     """Counts a write, so that backward refuses a tensor that it saved before."""
     counted = [tensor for tensor in tensors if tensor is not None]
-    if DEFINED:
-        # Of torch's public function, which first asks whether it was given one tensor. It leaves inference tensors out.
-        _C._increment_version(counted)
+    if DEFINED and _increment_all is not None:
+        _increment_all(counted)
         return
     # Versions of torch before those take one at a time.
     for tensor in counted if _increment is not None else ():

@@ -689,7 +689,7 @@ def dispatch(
     do."""
     weights, has_scales = _checked(ep, format, capacity)
     row_weights = weights == "none" and topk_weights is not None
-    if not (exact or row_weights) and _eager.usual():
+    if not (exact or row_weights) and _eager.usual() and not _eager.trains(x, topk_weights):
         brought = topk_weights if weights == "dispatch" else None
         plan = ep.plan(format, layout, align, capacity, drop_overflow)
         made, found = _eager.dispatch(plan, x, topk_idx, brought, scales)

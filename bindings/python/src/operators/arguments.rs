@@ -1,7 +1,7 @@
 //! What a call is given: tensors that torch hands to an operator, or objects of a call in Python.
 
 use super::Failure;
-use super::plainness::is_plain;
+use super::plainness::plain_array;
 use super::shim::Tensor;
 use crate::arrays::Array;
 use pyo3::prelude::*;
@@ -23,10 +23,7 @@ impl<'a, const N: usize> Arguments<'a, N> {
             let Some(name) = name else { continue };
             let found = match self {
                 Arguments::OfTorch(tensors) => tensors[place].array(name),
-                Arguments::OfPython(objects) => {
-                    let array = Array::of(name, &objects[place], false).ok();
-                    array.filter(|array| is_plain(&objects[place], array).unwrap_or(false)).and_then(Array::lent)
-                }
+                Arguments::OfPython(objects) => plain_array(name, &objects[place])?.and_then(Array::lent),
             };
             *array = Some(found.ok_or(Failure::NotHere)?);
         }

@@ -245,7 +245,8 @@ struct Memory {
     element: Element,
     /// How many calls of a stream take bytes of one memory, each those behind the ones of the call before.
     calls: i64,
-    shared: Mutex<Option<SharedMemory>>,
+    /// Of some streams.
+    shared: Mutex<Vec<SharedMemory>>,
 }
 
 /// Memory of which further calls take bytes.
@@ -260,10 +261,13 @@ struct SharedMemory {
 /// Most calls that take bytes of one memory, and most bytes of it: they stay as long as any of these calls' outputs.
 const SHARING_CALLS: i64 = 16;
 const SHARED_BYTES: i64 = 4 << 20;
+/// Streams whose calls share memory: two micro-batches may have one each. Calls of further ones have memory of their
+/// own.
+const SHARING_STREAMS: usize = 2;
 
 impl Memory {
     fn new(sizes: Vec<i64>, strides: Vec<i64>, element: Element) -> Memory {
-        Memory { sizes, strides, element, calls: 1, shared: Mutex::new(None) }
+        Memory { sizes, strides, element, calls: 1, shared: Mutex::new(Vec::new()) }
     }
 
     /// Lets calls share memory of bytes.
@@ -276,17 +280,22 @@ impl Memory {
 
     /// Memory for a call, and where its bytes begin there.
     fn made(&self, shim: &'static Shim, place: Place, stream: &Stream) -> Option<(Tensor, i64)> {
+        let own = || Some((shim.empty(&self.sizes, &self.strides, self.element, place)?, 0));
         // What is made in a capture belongs to its graph.
         if self.calls == 1 || stream.is_capturing().unwrap_or(true) {
-            return Some((shim.empty(&self.sizes, &self.strides, self.element, place)?, 0));
+            return own();
         }
         let (bytes, stream) = (self.sizes[0], stream.raw());
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        if !shared.as_ref().is_some_and(|shared| shared.stream == stream && shared.left > 0) {
+        let mut all = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|shared| shared.left > 0);
+        if !all.iter().any(|shared| shared.stream == stream) {
+            if all.len() == SHARING_STREAMS {
+                return own();
+            }
             let tensor = shim.empty(&[bytes * self.calls], &[1], self.element, place)?;
-            *shared = Some(SharedMemory { tensor, stream, next: 0, left: self.calls });
+            all.push(SharedMemory { tensor, stream, next: 0, left: self.calls });
         }
-        let shared = shared.as_mut()?;
+        let shared = all.iter_mut().find(|shared| shared.stream == stream)?;
         let taken = (shared.tensor.again()?, shared.next);
         (shared.next, shared.left) = (shared.next + bytes, shared.left - 1);
         Some(taken)

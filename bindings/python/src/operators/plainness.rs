@@ -1,53 +1,38 @@
 //! What is asked before an eager call: whether it is one without gradients that nothing looks at.
 
 use crate::arrays::Array;
+use crate::dlpack::without_arguments;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 use pyo3::{ffi, intern};
-use std::mem::transmute;
 use std::ptr::null_mut;
 
-/// A function of C that is called without arguments: by its address where its kind is known, which takes a third of the
-/// time.
+/// A function that is called without arguments: by its address if it is one of C that takes none.
 pub(super) struct Function {
     object: Py<PyAny>,
     nothing: Py<PyTuple>,
     address: Option<ffi::PyCFunction>,
-    kind: i32,
 }
 
 impl Function {
     pub fn new(object: Bound<'_, PyAny>) -> Function {
-        let (function, py) = (object.as_ptr(), object.py());
-        // SAFETY: the object lives, and is asked for what it is of first.
-        let (address, kind) = unsafe {
-            match ffi::PyCFunction_Check(function) != 0 {
-                true => (ffi::PyCFunction_GetFunction(function), ffi::PyCFunction_GetFlags(function)),
-                false => (None, 0),
-            }
-        };
-        Function { object: object.unbind(), nothing: PyTuple::empty(py).unbind(), address, kind }
+        let (address, nothing) = (without_arguments(&object), PyTuple::empty(object.py()).unbind());
+        Function { object: object.unbind(), nothing, address }
     }
 
     /// Whether what it returns is true.
     pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
-        const WITH_KEYWORDS: i32 = ffi::METH_VARARGS | ffi::METH_KEYWORDS;
-        let (object, nothing) = (self.object.as_ptr(), self.nothing.as_ptr());
-        let returned = match (self.address, self.kind) {
-            // SAFETY: the object is a function of this kind, and the interpreter's lock is held. It returns a new
-            // reference, or null with an exception.
-            (Some(address), ffi::METH_NOARGS) => unsafe { address(ffi::PyCFunction_GetSelf(object), null_mut()) },
-            // SAFETY: as above.
-            (Some(address), WITH_KEYWORDS) => unsafe {
-                let address = transmute::<ffi::PyCFunction, ffi::PyCFunctionWithKeywords>(address);
-                address(ffi::PyCFunction_GetSelf(object), nothing, null_mut())
-            },
-            // SAFETY: both objects live, and the lock is held; as above.
-            _ => unsafe { ffi::PyObject_Call(object, nothing, null_mut()) },
+        let Some(address) = self.address else {
+            return self.object.bind(py).call1(self.nothing.bind(py))?.is_truthy();
         };
-        // SAFETY: as above.
-        unsafe { Bound::from_owned_ptr_or_err(py, returned) }?.is_truthy()
+        // SAFETY: the object is a function of C that takes no arguments, and the interpreter's lock is held. It returns
+        // a new reference, or null with an exception.
+        unsafe {
+            let returned = address(ffi::PyCFunction_GetSelf(self.object.as_ptr()), null_mut());
+            Bound::from_owned_ptr_or_err(py, returned)
+        }?
+        .is_truthy()
     }
 }
 
@@ -96,24 +81,24 @@ pub(super) fn is_watched(py: Python<'_>) -> PyResult<bool> {
     Ok(level.map_or(Ok(-1), |level| level.extract::<i64>())? >= 0)
 }
 
-/// Whether a call may take an argument as it is: a tensor of torch's own type of which no gradient is asked. `array`:
-/// what is known of it, so that it is no negative view, either, of which torch would hand an operator a copy.
-pub(super) fn is_plain(argument: &Bound<'_, PyAny>, array: &Array) -> PyResult<bool> {
+/// What an argument says that a call may take as it is: a tensor of torch's own type that is no negative view, of which
+/// torch would hand an operator a copy to write into, and of which no gradient is asked. None of another; of one of
+/// another type nothing is asked, since that may have code of its own.
+pub(super) fn plain_array(name: &'static str, argument: &Bound<'_, PyAny>) -> PyResult<Option<Array>> {
     let py = argument.py();
     let torch = torch(py)?;
     if !torch.types.contains(&(argument.get_type_ptr() as usize)) {
-        return Ok(false);
+        return Ok(None);
     }
+    let Ok(array) = Array::of(name, argument, false) else { return Ok(None) };
     let asked = array.element.has_gradient() && argument.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
-    Ok(!asked || !torch.is_grad_enabled.holds(py)?)
+    Ok((!asked || !torch.is_grad_enabled.holds(py)?).then_some(array))
 }
 
-/// The same of all arguments of an operator.
+/// Whether an operator may take all of these.
 pub(super) fn are_plain<'a, 'py: 'a>(objects: impl IntoIterator<Item = &'a Bound<'py, PyAny>>) -> PyResult<bool> {
     for object in objects {
-        // What is no tensor is none for operators, either.
-        let Ok(array) = Array::of("argument", object, false) else { return Ok(false) };
-        if !is_plain(object, &array)? {
+        if plain_array("argument", object)?.is_none() {
             return Ok(false);
         }
     }

@@ -331,7 +331,7 @@ class Buffer:
         special = use_nvfp4 or async_finish
         if not special and cumulative_local_expert_recv_stats is dispatch_wait_recv_cost_stats is x_global_scale is None:
             if isinstance(num_max_dispatch_tokens_per_rank, int) and isinstance(num_experts, int):
-                kind = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+                kind = (num_max_dispatch_tokens_per_rank, num_experts, bool(use_fp8), bool(round_scale), bool(use_ue8m0))
                 shape = self._low_latency.shapes.get(kind)
                 if shape is not None and _eager.usual():
                     planned_call = self._planned_send if return_recv_hook else self._planned_dispatch
