@@ -16,7 +16,7 @@ from rig import Case, settle, the_torch
 torch = the_torch()
 
 from torch._subclasses import FakeTensorMode  # noqa: E402: after torch
-from test_eager import is_inside, needs_them, of_ranks, python_alone, way  # noqa: E402, F401: after torch, and fixtures
+from test_eager import done, is_inside, needs_them, of_ranks, python_alone, way  # noqa: E402, F401: after torch, and fixtures
 from test_ops import DEVICE, PLACE, tensors  # noqa: E402
 from tokenyard import _eager, _native, deep_ep, ops  # noqa: E402
 from tokenyard.deep_ep import _planned  # noqa: E402
@@ -518,6 +518,29 @@ def unusual(x, ids):
         ((x, ids, torch.zeros(5, dtype=torch.int32, device=x.device)), "cumulative_local_expert_recv_stats has the shape"),
         ((x, ids, None, torch.zeros(5, dtype=torch.int64, device=x.device)), "dispatch_wait_recv_cost_stats has the shape"),
     ]
+
+
+@pytest.mark.parametrize("choices, most", [(4, 1364), (16, 818)])
+def test_limits_that_are_looked_at_early_are_the_builders(choices, most):
+    """A context of as many experts as may repeat makes right calls, and one of one more is refused, in both places."""
+    case = Case(1, tokens=5, hidden=64, experts=most, top_k=choices)
+    (world,) = tokenyard.World.threads(1)
+    x, ids, weights = tensors(case, 0)
+    # One expert twice, and the last one.
+    ids[:, 0], ids[:, 1], ids[:, 2] = most - 1, most - 2, most - 2
+    deep_ep._checks.low_latency(x, case.tokens, most, choices)
+    with tokenyard.AllToAll(world, **case.limits | PLACE, duplicates=True) as ep:
+        got = ops.dispatch(ep, x, ids, weights)
+        sums = ops.combine(got.rows, got)
+        done(ep)
+    there = ids >= 0
+    torch.testing.assert_close(got.counts, torch.bincount(ids[there], minlength=most).to(torch.int32))
+    wanted = x * (weights * there).sum(1, keepdim=True)
+    torch.testing.assert_close(sums, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="experts"):
+        deep_ep._checks.low_latency(x, case.tokens, most + 1, choices)
+    with pytest.raises(ValueError, match="experts"):
+        tokenyard.AllToAll(world, **case.limits | PLACE | {"experts": most + 1}, duplicates=True)
 
 
 def test_tensors_that_no_low_latency_call_takes_are_refused_before_a_context_is_made():
