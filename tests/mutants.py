@@ -42,9 +42,10 @@ QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEB
 # The kernels without a mutant are compiled once; those with one share nothing.
 UNCHANGED = QUICK | {"TOKENYARD_OBJECTS": os.environ.get("TOKENYARD_OBJECTS") or str(ROOT / "target" / "objects")}
 QUICK.pop("TOKENYARD_OBJECTS", None)
-# Metadata in several tiles, each of half the size since it has a block of its own, and several of which one has a faulty
-# choice.
-HALVES = "world=3,sms=32,hidden=64,experts=12,top_k=3,tokens=290,max_tokens=290,meta_tile=64,iters=4"
+# Metadata in one tile of several groups of tokens; in several, of half the size and with more rows of experts than a block
+# has threads; and in several of which one has a faulty choice.
+GROUPS_OF_TOKENS = "world=3,hidden=64,experts=12,top_k=3,tokens=150,max_tokens=150,iters=4"
+HALVES = "world=3,sms=32,hidden=64,experts=1200,top_k=3,tokens=290,max_tokens=290,meta_tile=64,iters=4"
 TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
 # Some blocks are dedicated senders.
 DEDICATED = ("world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,meta_tile=32,iters=4,"
@@ -170,6 +171,7 @@ class Worker:
             ("contexts", test("contexts", "another_dispatch", "another_call", "threads_of_a_block", "closed_context", "the_first_launch")),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("smaller tiles", [program, "verify", "--replay", HALVES]),
+            ("groups of tokens", [program, "verify", "--replay", GROUPS_OF_TOKENS]),
             ("dedicated senders", [program, "verify", "--timeout-ms", "4000", "--replay", DEDICATED]),
             ("rows kept once", [program, "verify", "--timeout-ms", "4000", "--replay", KEPT_ONCE]),
             ("scales later", [program, "verify", "--timeout-ms", "4000", "--replay", SCALES_LATER]),

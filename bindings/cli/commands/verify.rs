@@ -49,7 +49,7 @@ const FULL: [&str; 13] = [
     // The same, with a faulty choice in one of them.
     "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6",
     // The same, of tiles that are half as large, since each has a block of its own.
-    "world=3,sms=32,hidden=64,experts=12,top_k=3,tokens=290,max_tokens=290,meta_tile=64,iters=4",
+    "world=3,sms=32,hidden=64,experts=1200,top_k=3,tokens=290,max_tokens=290,meta_tile=64,iters=4",
     "world=3,sms=32,hidden=64,experts=12,top_k=3,tokens=290,max_tokens=290,meta_tile=64,fault=routing,iters=6",
     // The same, where dedicated sender blocks leave fewer blocks than tiles.
     "world=5,sms=16,hidden=128,experts=20,top_k=3,tokens=300,max_tokens=300,iters=4",
