@@ -48,7 +48,7 @@ const FULL: [&str; 13] = [
     "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2",
     // The same, with a faulty choice in one of them.
     "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6",
-    // The same, of tiles that are half as large, since each has a block of its own.
+    // The same, of tiles that are half as large, since they are no more than the blocks.
     "world=3,sms=32,hidden=64,experts=1200,top_k=3,tokens=290,max_tokens=290,meta_tile=64,iters=4",
     "world=3,sms=32,hidden=64,experts=12,top_k=3,tokens=290,max_tokens=290,meta_tile=64,fault=routing,iters=6",
     // The same, where dedicated sender blocks leave fewer blocks than tiles.

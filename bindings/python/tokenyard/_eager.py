@@ -67,7 +67,7 @@ def usual() -> bool:
 
 
 def trains(x: Any, topk_weights: Any) -> bool:
-    """Whether a gradient is asked of one of these: no plan is made for such a call, which is none for these calls."""
+    """Whether a gradient is asked of one of these. Such a dispatch is none for these calls, and no plan is made for it."""
     if not torch.is_grad_enabled():
         return False
     return bool(getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False))

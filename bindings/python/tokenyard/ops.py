@@ -700,9 +700,7 @@ def dispatch(
     must_be_tensors(x=x, topk_idx=topk_idx)
     must_be_tensors(but_none=True, topk_weights=topk_weights, scales=scales)
     _no_tangent(x, topk_weights)
-    zero = torch.is_grad_enabled() and (
-        x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
-    )
+    zero = _eager.trains(x, topk_weights)
     if exact and drop_overflow:
         raise ValueError("drop_overflow is set with exact: such outputs have room for all rows, so leave one of both out")
     room = EXACT if exact else MOST if capacity is None else capacity

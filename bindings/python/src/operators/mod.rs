@@ -255,7 +255,6 @@ struct SharedMemory {
     stream: u64,
     /// Where those of the next call begin.
     next: i64,
-    left: i64,
 }
 
 /// Most calls that take bytes of one memory, and most bytes of it: they stay as long as any of these calls' outputs.
@@ -272,7 +271,7 @@ impl Memory {
 
     /// Lets calls share memory of bytes.
     fn share(&mut self) -> Option<()> {
-        let bytes = self.sizes[0].checked_add(ALIGNED - 1)? / ALIGNED * ALIGNED;
+        let bytes = aligned(self.sizes[0])?;
         self.calls = (SHARED_BYTES / bytes.max(1)).clamp(1, SHARING_CALLS);
         self.sizes[0] = bytes;
         Some(())
@@ -286,24 +285,29 @@ impl Memory {
             return own();
         }
         let (bytes, stream) = (self.sizes[0], stream.raw());
+        let all_bytes = bytes * self.calls;
         let mut all = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|shared| shared.left > 0);
+        all.retain(|shared| shared.next < all_bytes);
         if !all.iter().any(|shared| shared.stream == stream) {
             if all.len() == SHARING_STREAMS {
                 return own();
             }
-            let tensor = shim.empty(&[bytes * self.calls], &[1], self.element, place)?;
-            all.push(SharedMemory { tensor, stream, next: 0, left: self.calls });
+            let tensor = shim.empty(&[all_bytes], &[1], self.element, place)?;
+            all.push(SharedMemory { tensor, stream, next: 0 });
         }
         let shared = all.iter_mut().find(|shared| shared.stream == stream)?;
         let taken = (shared.tensor.again()?, shared.next);
-        (shared.next, shared.left) = (shared.next + bytes, shared.left - 1);
+        shared.next += bytes;
         Some(taken)
     }
 }
 
 /// Bytes of which outputs begin at multiples in memory that they share, as tensors of their own do on a GPU.
 const ALIGNED: i64 = 512;
+
+fn aligned(bytes: i64) -> Option<i64> {
+    Some(bytes.checked_add(ALIGNED - 1)? / ALIGNED * ALIGNED)
+}
 
 /// An output of a dispatch.
 struct Made {
@@ -443,8 +447,8 @@ impl Plan {
             let mut before = before.filter_map(|before| outputs.iter().find(|(other, ..)| other == before));
             let offset = before.try_fold(0i64, |all, (other, shape, dtype)| {
                 let (_, element) = named(other, dtype)?;
-                let end = bytes(shape, element).and_then(|own| own.checked_add(ALIGNED - 1));
-                end.and_then(|end| all.checked_add(end / ALIGNED * ALIGNED)).ok_or_else(too_large)
+                let own = bytes(shape, element).and_then(aligned);
+                own.and_then(|own| all.checked_add(own)).ok_or_else(too_large)
             })?;
             let end = bytes(shape, element).and_then(|own| offset.checked_add(own)).ok_or_else(too_large)?;
             memories[memory].sizes[0] = memories[memory].sizes[0].max(end);

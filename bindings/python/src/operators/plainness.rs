@@ -4,28 +4,24 @@ use crate::arrays::Array;
 use crate::dlpack::without_arguments;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 use pyo3::{ffi, intern};
 use std::ptr::null_mut;
 
 /// A function that is called without arguments: by its address if it is one of C that takes none.
 pub(super) struct Function {
     object: Py<PyAny>,
-    nothing: Py<PyTuple>,
     address: Option<ffi::PyCFunction>,
 }
 
 impl Function {
     pub fn new(object: Bound<'_, PyAny>) -> Function {
-        let (address, nothing) = (without_arguments(&object), PyTuple::empty(object.py()).unbind());
-        Function { object: object.unbind(), nothing, address }
+        Function { address: without_arguments(&object), object: object.unbind() }
     }
 
     /// Whether what it returns is true.
     pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
-        let Some(address) = self.address else {
-            return self.object.bind(py).call1(self.nothing.bind(py))?.is_truthy();
-        };
+        let Some(address) = self.address else { return self.object.bind(py).call0()?.is_truthy() };
         // SAFETY: the object is a function of C that takes no arguments, and the interpreter's lock is held. It returns
         // a new reference, or null with an exception.
         unsafe {
