@@ -112,8 +112,16 @@ def test_calls_go_by_functions_but_where_a_profiler_runs(way):
         given = x.clone().requires_grad_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             got = ops.dispatch(ep, given, ids, weights)
+            sums = ops.combine(got.rows.detach().requires_grad_(), got)
+            for written in (
+                lambda: ops.dispatch_into(ep, got.rows, got.counts, given, ids, weights, offsets=got.offsets),
+                lambda: ops.combine_into(x, got.rows, got),
+            ):
+                with pytest.raises(RuntimeError, match="has no gradient"):
+                    written()
         done(ep)
-        assert "tokenyard" in got.rows.grad_fn.name(), got.rows.grad_fn
+        for tensor in (got.rows, sums):
+            assert "tokenyard" in tensor.grad_fn.name(), tensor.grad_fn
         plans = len(ep._plans)
         for capacity in range(16, 20):
             ops.dispatch(ep, given, ids, weights, capacity=capacity)
