@@ -168,6 +168,8 @@ MUTANTS = [
      "ep.dispatch_recv(sent, output)", REFUSED),
     ("results of several sizes, of which the last alone is judged", BENCH, "all(found[\"verified\"] for found in reports)",
      "reports[-1][\"verified\"]", "test_bench.py"),
+    ("results from before an error not written", BENCH, "if not (args.writes and reports):", "if status or not args.writes:",
+     "test_bench.py"),
     ("handles in pickled exceptions", ERRORS, " if name not in _MADE", "", "test_close.py"),
     ("an all-gather that gc cannot see", WORLDS, "map_or(Ok(()), |all_gather| visit.call(&*all_gather))",
      "map_or(Ok(()), |_| { let _ = &visit; Ok(()) })", "test_close.py"),

@@ -61,6 +61,14 @@ def test_one_wrong_result_of_several_is_a_failure(tmp_path, monkeypatch):
     assert [each["verified"] for each in json.loads(path.read_text())["results"]] == [False, True]
 
 
+def test_what_came_before_an_error_is_written(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert bench.main([*SMALL, "--world", "2", "--tokens", "3,2000000", "--json", str(path)]) == 2
+    assert [each["tokens"] for each in json.loads(path.read_text())["results"]] == [3]
+    out, said = capsys.readouterr()
+    assert out.count("0 elements wrong") == 1 and "max_tokens_per_rank is 2000000" in said
+
+
 def test_only_the_first_is_checked(tmp_path):
     assert run(tmp_path, "--world", "2", "--check", "first")[1]["checked"] == 1
     assert run(tmp_path, "--world", "2", "--check", "2", "--warmup", "0")[1]["checked"] == 2

@@ -480,7 +480,8 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         step = 128 if args.dtype == "fp8" else 8
         parser.error(f"--hidden is {args.hidden}: give a multiple of {step} for --dtype {args.dtype}")
     # Rank 0 writes the file, which others need not be able to.
-    if args.json not in (None, "-") and (args.launch == "threads" or os.environ["RANK"] == "0"):
+    args.writes = args.launch == "threads" or os.environ["RANK"] == "0"
+    if args.json not in (None, "-") and args.writes:
         if (why := _program.no_file(args.json)) is not None:
             parser.error(f"argument --json: {args.json!r}: {why}")
     args.iters = args.iters or (5 if on_cpu else 1000)
@@ -496,7 +497,7 @@ def _text(value: Any) -> str:
 
 def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
     """Refuses options in which ranks differ. Collective."""
-    own = {name: value for name, value in vars(args).items() if name != "json"}
+    own = {name: value for name, value in vars(args).items() if name not in ("json", "writes")}
     of_ranks = [json.loads(each) for each in world.all_gather(json.dumps(own).encode())]
     for rank, others in enumerate(of_ranks):
         for name in own:
@@ -506,8 +507,12 @@ def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
                                "give all ranks the same options")
 
 
-def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock) -> List[List[Dict[str, Any]]]:
-    """A rank's part; for each number of tokens the times of all ranks."""
+_Times = List[List[Dict[str, Any]]]
+"""For each number of tokens the times of all ranks."""
+
+
+def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock, results: _Times) -> None:
+    """A rank's part, which adds to the results what it has of each number of tokens."""
     _must_agree(world, args)
     device, sms = torch.device("cpu"), args.sms
     stream: Any = None
@@ -520,7 +525,6 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
         if sms is None and args.launch == "threads" and shared > 1:
             sms = (torch.cuda.get_device_properties(device).multi_processor_count - 4) // shared
         stream = _cuda.Stream(device)
-    results = []
     for tokens in args.tokens:
         shape = Shape(args.world, tokens, args.hidden, args.experts, args.top_k, args.dtype, args.layout, args.seed)
         with torch.cuda.stream(stream):
@@ -531,7 +535,6 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock)
             del rank
             _rows.cache_clear()
             world.barrier()
-    return results
 
 
 def in_threads(ranks: int, work: Callable[[tokenyard.World], _T]) -> List[_T]:
@@ -587,46 +590,46 @@ def report(args: argparse.Namespace, tokens: int, ranks: List[Dict[str, Any]]) -
     }
 
 
-def _of_all_ranks(args: argparse.Namespace) -> Tuple[List[List[Dict[str, Any]]], bool]:
-    """For each number of tokens the times of all ranks, and whether this process writes them."""
+def _of_all_ranks(args: argparse.Namespace, results: _Times) -> None:
+    """Adds what this process has of each number of tokens."""
     if args.launch == "threads":
         lock = threading.Lock()
-        return in_threads(args.world, lambda world: _run(world, args, lock))[0], True
-    if args.group == "env":
-        world = tokenyard.World.from_env()
-        return _run(world, args, threading.Lock()), world.rank == 0
-    import torch.distributed as dist
+        in_threads(args.world, lambda world: _run(world, args, lock, results if world.rank == 0 else []))
+    elif args.group == "env":
+        _run(tokenyard.World.from_env(), args, threading.Lock(), results)
+    else:
+        import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    world = tokenyard.World.from_group()
-    found = _run(world, args, threading.Lock())
-    dist.destroy_process_group()
-    return found, world.rank == 0
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+        _run(tokenyard.World.from_group(), args, threading.Lock(), results)
+        dist.destroy_process_group()
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs the benchmark; rank 0 writes the results. Returns the exit status."""
+    """Runs the benchmark; rank 0 writes the results, also those from before an error. Returns the exit status."""
     args = arguments(argv)
+    results: _Times = []
+    status = 0
     try:
-        results, first = _of_all_ranks(args)
+        _of_all_ranks(args, results)
     except (Unusable, tokenyard.ConfigError, tokenyard.ArgumentError) as refused:
         _program.complain(_NAME, str(refused))
-        return 2
+        status = 2
     except tokenyard.Error as failure:
         _program.complain(_NAME, f"{type(failure).__name__}: {failure}")
-        return 1
+        status = 1
     reports = [report(args, tokens, ranks) for tokens, ranks in zip(args.tokens, results)]
-    status = 0 if all(found["verified"] for found in reports) else 1
-    if not first:
+    status = status or int(not all(found["verified"] for found in reports))
+    if not (args.writes and reports):
         return status
     # As the program writes one, and several.
-    text = json.dumps(reports[0] if len(reports) == 1 else {"results": reports})
+    text = json.dumps(reports[0] if len(args.tokens) == 1 else {"results": reports})
     if args.json == "-":
-        return _program.say(_NAME, text) or status
-    status = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found))) or status
+        return status or _program.say(_NAME, text)
+    said = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found)))
     if args.json is not None:
-        status = _program.write_file(_NAME, args.json, text) or status
-    return status
+        said = _program.write_file(_NAME, args.json, text) or said
+    return status or said
 
 
 def _lines(args: argparse.Namespace, found: Dict[str, Any]) -> List[str]:
