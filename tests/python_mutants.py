@@ -326,11 +326,11 @@ def survives(python, mutant, place):
         done = run_whole(command, ROOT / "tests" / "python", given, 600)
     except subprocess.TimeoutExpired:
         return False
-    # 5: what the tests need is not installed. 1: a test failed. A mutant of a check of memory ends them by SIGSEGV.
-    # Anything else says nothing of the mutant.
+    # 5: what the tests need is not installed. 1: a test failed. A mutant of a check of memory ends them by SIGSEGV, one of
+    # the interpreter's lock by SIGABRT. Anything else says nothing of the mutant.
     if done.returncode == 5:
         return None
-    if done.returncode not in (0, 1, -signal.SIGSEGV):
+    if done.returncode not in (0, 1, -signal.SIGSEGV, -signal.SIGABRT):
         sys.exit(f"{name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
     return done.returncode == 0
 
