@@ -186,6 +186,7 @@ MUTANTS = [
     ("traces that miss eager calls", PLAINNESS, "if watching.holds(py)? {", "if false {", "test_eager.py test_ops.py"),
     ("bytes of one call in those of another", IN_C, "shared.next += bytes;", "",
      "test_low_latency.py"),
+    ("small outputs with memory of their own", CALLS, "together=[small], shared=0,", "together=[small],", "test_eager.py"),
     ("memory of one call for all", IN_C, "self.calls = (SHARED_BYTES / bytes.max(1)).clamp(1, SHARING_CALLS);", "self.calls = 1;",
      "test_low_latency.py"),
     ("outputs of one memory on one another", IN_C, "all.checked_add(own)", "Some(all + 0 * own)", "test_low_latency.py"),

@@ -132,6 +132,29 @@ def test_calls_go_by_functions_but_where_a_profiler_runs(way):
 
 
 @needs_them
+@pytest.mark.parametrize("layout", ["contiguous", "masked", "token"])
+def test_small_outputs_of_several_calls_share_memory(layout):
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        calls = []
+        for _ in range(33):
+            got = ops.dispatch(ep, x, ids, weights, layout=layout)
+            small = [got.counts, got.offsets, got.token_experts, got.token_weights]
+            calls.append((got, [tensor for tensor in small if tensor is not None and tensor.dtype == torch.int32]))
+        done(ep)
+        memories = [{tensor.untyped_storage().data_ptr() for tensor in small} for _, small in calls]
+        assert all(len(memory) == 1 for memory in memories) and len(set().union(*memories)) == 3
+        assert not set().union(*memories) & {got.rows.untyped_storage().data_ptr() for got, _ in calls}
+        every = [tensor for _, small in calls for tensor in small]
+        for number, tensor in enumerate(every):
+            assert is_inside(tensor)
+            tensor.fill_(number)
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(every))
+
+
+@needs_them
 def test_calls_that_something_watches_go_by_the_operator_in_python():
     """A mode sees them, and a function's trace and derivatives by torch.func are of its tensors."""
     case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)

@@ -221,9 +221,8 @@ class AllToAll:
             outputs = [(name, *made) for name, made in outputs_of.items()]
             # Of one dtype, as what torch saves and compiles has in one storage.
             small = [name for name in ("token_experts", "offsets", "row_count", "counts") if name in outputs_of]
-            together = [small] if len(small) > 1 else None
             return _native.Plan(
-                self._context, self._number, stated, layout, align, outputs, together=together,
+                self._context, self._number, stated, layout, align, outputs, together=[small], shared=0,
                 drop_overflow=drop_overflow,
             )
 
