@@ -105,9 +105,10 @@ fn refuse_stale_bindings() {
 /// The executor and the kernels, by the host compiler.
 fn build_for_cpu(device_sources: &[PathBuf]) {
     let mut build = cc::Build::new();
-    // Level 1 where cargo builds with opt-level 0, as for tests/mutants.py, which spends most of its time on building.
-    let level = if env::var("OPT_LEVEL").is_ok_and(|level| level == "0") { 1 } else { 2 };
-    build.cpp(true).std("c++20").opt_level(level).warnings(true).extra_warnings(true);
+    // Less where cargo builds with opt-level 0, as for mutants and sanitizers: g++ takes half as long then, and what runs
+    // takes as long (docs/notebook-host.md, "What else is built for the tests").
+    let level = if env::var("OPT_LEVEL").is_ok_and(|level| level == "0") { "g" } else { "2" };
+    build.cpp(true).std("c++20").opt_level_str(level).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
     // Line tables alone, as Cargo.toml asks of rustc: else g++ takes a third longer, for an object thrice as large. In
