@@ -105,8 +105,8 @@ fn refuse_stale_bindings() {
 /// The executor and the kernels, by the host compiler.
 fn build_for_cpu(device_sources: &[PathBuf]) {
     let mut build = cc::Build::new();
-    // Less where cargo builds with opt-level 0, as for mutants and sanitizers: g++ takes half as long then, and what runs
-    // takes as long (docs/notebook-host.md, "What else is built for the tests").
+    // Less where cargo builds with opt-level 0, as for mutants and sanitizers: g++ takes half as long then, and what
+    // runs takes as long (docs/notebook-host.md, "What else is built for the tests").
     let level = if env::var("OPT_LEVEL").is_ok_and(|level| level == "0") { "g" } else { "2" };
     build.cpp(true).std("c++20").opt_level_str(level).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");

@@ -16,8 +16,8 @@ pub use super::interrupt::uninterrupted;
 /// How often the checks of interrupts are asked; a check may take an interpreter's lock.
 const ASK: Duration = Duration::from_millis(1);
 
-/// Polls after which a wait is a long one, some 0.2 s after its begin: what it waits for may come a little later, and the
-/// core is for others.
+/// Polls after which a wait is a long one, some 0.2 s after its begin: what it waits for may come a little later, and
+/// the core is for others.
 const LONG: u32 = 2048;
 const SLEEP: Duration = Duration::from_micros(50);
 const LONG_SLEEP: Duration = Duration::from_micros(250);
