@@ -1,6 +1,7 @@
 """`python -m tokenyard.bench`: ranks as threads and under torchrun, its JSON, its checks, and what it refuses."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -61,12 +62,42 @@ def test_one_wrong_result_of_several_is_a_failure(tmp_path, monkeypatch):
     assert [each["verified"] for each in json.loads(path.read_text())["results"]] == [False, True]
 
 
-def test_what_came_before_an_error_is_written(tmp_path, capsys):
+@pytest.mark.parametrize("json_to", ["file", "-"])
+def test_what_came_before_an_error_is_written(tmp_path, capsys, json_to):
     path = tmp_path / "bench.json"
-    assert bench.main([*SMALL, "--world", "2", "--tokens", "3,2000000", "--json", str(path)]) == 2
-    assert [each["tokens"] for each in json.loads(path.read_text())["results"]] == [3]
+    given = "-" if json_to == "-" else str(path)
+    assert bench.main([*SMALL, "--world", "2", "--tokens", "3,2000000", "--json", given]) == 2
     out, said = capsys.readouterr()
-    assert out.count("0 elements wrong") == 1 and "max_tokens_per_rank is 2000000" in said
+    text = out if json_to == "-" else path.read_text()
+    assert [each["tokens"] for each in json.loads(text)["results"]] == [3]
+    assert json_to == "-" or out.count("0 elements wrong") == 1
+    assert "max_tokens_per_rank is 2000000" in said
+
+
+@pytest.mark.parametrize("failure,status", [(tokenyard.Error("no"), 1), (MemoryError("no"), None)])
+def test_what_came_before_a_failure_is_written(monkeypatch, capsys, failure, status):
+    kept = bench.measure
+
+    def fails(rank, *given):
+        if rank.shape.tokens == 4:
+            raise failure
+        return kept(rank, *given)
+
+    monkeypatch.setattr(bench, "measure", fails)
+    run = functools.partial(bench.main, [*SMALL, "--world", "1", "--tokens", "3,4", "--json", "-"])
+    if status is None:
+        with pytest.raises(type(failure)):
+            run()
+    else:
+        assert run() == status
+    assert [each["tokens"] for each in json.loads(capsys.readouterr().out)["results"]] == [3]
+
+
+def test_wrong_results_are_printed(monkeypatch, capsys):
+    kept = bench.measure
+    monkeypatch.setattr(bench, "measure", lambda rank, *given: kept(rank, *given) | {"wrong": 7})
+    assert bench.main([*SMALL, "--world", "1", "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["mismatches"] == 7
 
 
 def test_only_the_first_is_checked(tmp_path):

@@ -155,6 +155,24 @@ def test_small_outputs_of_several_calls_share_memory(layout):
 
 
 @needs_them
+@pytest.mark.parametrize("bytes_left", [0, 600])
+def test_memory_that_was_freed_is_not_shared(bytes_left):
+    case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)
+    (world,) = tokenyard.World.threads(1)
+    with tokenyard.AllToAll(world, **case.limits | PLACE) as ep:
+        x, ids, weights = tensors(case, 0)
+        for _ in range(3):
+            for _ in range(2):
+                got = ops.dispatch(ep, x, ids, weights)
+            done(ep)
+            got.counts.untyped_storage().resize_(bytes_left)
+            del got
+            again = ops.dispatch(ep, x, ids, weights)
+            done(ep)
+            assert again.counts.tolist() == torch.bincount(ids.flatten().cpu(), minlength=4).tolist()
+
+
+@needs_them
 def test_calls_that_something_watches_go_by_the_operator_in_python():
     """A mode sees them, and a function's trace and derivatives by torch.func are of its tensors."""
     case = Case(1, tokens=5, hidden=256, experts=4, top_k=2)

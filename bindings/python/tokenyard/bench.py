@@ -480,8 +480,7 @@ def arguments(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         step = 128 if args.dtype == "fp8" else 8
         parser.error(f"--hidden is {args.hidden}: give a multiple of {step} for --dtype {args.dtype}")
     # Rank 0 writes the file, which others need not be able to.
-    args.writes = args.launch == "threads" or os.environ["RANK"] == "0"
-    if args.json not in (None, "-") and args.writes:
+    if args.json not in (None, "-") and (args.launch == "threads" or os.environ["RANK"] == "0"):
         if (why := _program.no_file(args.json)) is not None:
             parser.error(f"argument --json: {args.json!r}: {why}")
     args.iters = args.iters or (5 if on_cpu else 1000)
@@ -497,7 +496,7 @@ def _text(value: Any) -> str:
 
 def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
     """Refuses options in which ranks differ. Collective."""
-    own = {name: value for name, value in vars(args).items() if name not in ("json", "writes")}
+    own = {name: value for name, value in vars(args).items() if name != "json"}
     of_ranks = [json.loads(each) for each in world.all_gather(json.dumps(own).encode())]
     for rank, others in enumerate(of_ranks):
         for name in own:
@@ -507,12 +506,17 @@ def _must_agree(world: tokenyard.World, args: argparse.Namespace) -> None:
                                "give all ranks the same options")
 
 
-_Times = List[List[Dict[str, Any]]]
-"""For each number of tokens the times of all ranks."""
+class _Results:
+    """What this process has: for each number of tokens the times of all ranks, and whether it writes them."""
+
+    def __init__(self) -> None:
+        self.times: List[List[Dict[str, Any]]] = []
+        self.writes = False
 
 
-def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock, results: _Times) -> None:
+def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock, results: _Results) -> None:
     """A rank's part, which adds to the results what it has of each number of tokens."""
+    results.writes = world.rank == 0
     _must_agree(world, args)
     device, sms = torch.device("cpu"), args.sms
     stream: Any = None
@@ -530,7 +534,7 @@ def _run(world: tokenyard.World, args: argparse.Namespace, lock: threading.Lock,
         with torch.cuda.stream(stream):
             rank = Rank(world, shape, args.mode, device, lock, sms)
             found = {**measure(rank, args.iters, args.warmup, args.check), "nodes": world.nodes}
-            results.append([json.loads(each) for each in world.all_gather(json.dumps(found).encode())])
+            results.times.append([json.loads(each) for each in world.all_gather(json.dumps(found).encode())])
             # All ranks' contexts, and rows, go before the next ones are made.
             del rank
             _rows.cache_clear()
@@ -590,11 +594,11 @@ def report(args: argparse.Namespace, tokens: int, ranks: List[Dict[str, Any]]) -
     }
 
 
-def _of_all_ranks(args: argparse.Namespace, results: _Times) -> None:
+def _of_all_ranks(args: argparse.Namespace, results: _Results) -> None:
     """Adds what this process has of each number of tokens."""
     if args.launch == "threads":
         lock = threading.Lock()
-        in_threads(args.world, lambda world: _run(world, args, lock, results if world.rank == 0 else []))
+        in_threads(args.world, lambda world: _run(world, args, lock, results if world.rank == 0 else _Results()))
     elif args.group == "env":
         _run(tokenyard.World.from_env(), args, threading.Lock(), results)
     else:
@@ -608,7 +612,7 @@ def _of_all_ranks(args: argparse.Namespace, results: _Times) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the benchmark; rank 0 writes the results, also those from before an error. Returns the exit status."""
     args = arguments(argv)
-    results: _Times = []
+    results = _Results()
     status = 0
     try:
         _of_all_ranks(args, results)
@@ -618,18 +622,28 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except tokenyard.Error as failure:
         _program.complain(_NAME, f"{type(failure).__name__}: {failure}")
         status = 1
-    reports = [report(args, tokens, ranks) for tokens, ranks in zip(args.tokens, results)]
-    status = status or int(not all(found["verified"] for found in reports))
-    if not (args.writes and reports):
+    except Exception:
+        # Such as torch's, of memory.
+        _written(args, results)
+        raise
+    written = _written(args, results)
+    return status or written
+
+
+def _written(args: argparse.Namespace, results: _Results) -> int:
+    """Writes the results, if there are some and this process does. Returns the exit status."""
+    reports = [report(args, tokens, ranks) for tokens, ranks in zip(args.tokens, results.times)]
+    status = 0 if all(found["verified"] for found in reports) else 1
+    if not (results.writes and reports):
         return status
     # As the program writes one, and several.
     text = json.dumps(reports[0] if len(args.tokens) == 1 else {"results": reports})
     if args.json == "-":
-        return status or _program.say(_NAME, text)
-    said = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found)))
+        return _program.say(_NAME, text) or status
+    status = _program.say(_NAME, "\n".join(line for found in reports for line in _lines(args, found))) or status
     if args.json is not None:
-        said = _program.write_file(_NAME, args.json, text) or said
-    return status or said
+        status = _program.write_file(_NAME, args.json, text) or status
+    return status
 
 
 def _lines(args: argparse.Namespace, found: Dict[str, Any]) -> List[str]:

@@ -30,7 +30,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokenyard::{Dtype, Layout, Stream};
 
@@ -245,6 +245,8 @@ struct Memory {
     element: Element,
     /// How many calls of a stream take bytes of one memory, each those behind the ones of the call before.
     calls: i64,
+    /// Whether there was a call: plans of one call take no memory for more.
+    used: AtomicBool,
     /// Of some streams.
     shared: Mutex<Vec<SharedMemory>>,
 }
@@ -266,7 +268,7 @@ const SHARING_STREAMS: usize = 2;
 
 impl Memory {
     fn new(sizes: Vec<i64>, strides: Vec<i64>, element: Element) -> Memory {
-        Memory { sizes, strides, element, calls: 1, shared: Mutex::new(Vec::new()) }
+        Memory { sizes, strides, element, calls: 1, used: AtomicBool::new(false), shared: Mutex::new(Vec::new()) }
     }
 
     /// Lets calls share memory of bytes.
@@ -281,13 +283,13 @@ impl Memory {
     fn made(&self, shim: &'static Shim, place: Place, stream: &Stream) -> Option<(Tensor, i64)> {
         let own = || Some((shim.empty(&self.sizes, &self.strides, self.element, place)?, 0));
         // What is made in a capture belongs to its graph.
-        if self.calls == 1 || stream.is_capturing().unwrap_or(true) {
+        if self.calls == 1 || stream.is_capturing().unwrap_or(true) || !self.used.swap(true, Ordering::Relaxed) {
             return own();
         }
         let (bytes, stream) = (self.sizes[0], stream.raw());
         let all_bytes = bytes * self.calls;
         let mut all = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|shared| shared.next < all_bytes);
+        all.retain(|shared| shared.next < all_bytes && shared.tensor.has_bytes(all_bytes));
         if !all.iter().any(|shared| shared.stream == stream) {
             if all.len() == SHARING_STREAMS {
                 return own();
@@ -400,8 +402,8 @@ impl Plan {
     /// operator returns them after the handle. `column_major`: of scales. `views`: of outputs, which are returned in
     /// their place: name, sizes, strides and offset, in elements. `together`: names of outputs that share one memory in
     /// this order, in groups, since each memory takes time to make. torch may make the last of a group larger.
-    /// `shared`: which group's memory is shared by several calls of a stream, too, outside captures: of small outputs
-    /// that live for a similar time. `drop_overflow`: as of an `Output`.
+    /// `shared`: which group's memory is shared by several calls of a stream, too, from the second on and outside
+    /// captures: of small outputs that live for a similar time. `drop_overflow`: as of an `Output`.
     #[new]
     #[pyo3(signature = (
         context, number, format, layout, align, outputs, *, column_major=false, views=None, together=None,

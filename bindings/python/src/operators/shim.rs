@@ -341,10 +341,15 @@ impl Tensor {
 
     /// The address of its first element; None where its storage was freed.
     pub fn memory(&self) -> Option<u64> {
+        self.address().filter(|_| self.has_bytes(1))
+    }
+
+    /// Whether its storage has so many bytes: Python may free or shrink it.
+    pub fn has_bytes(&self, wanted: i64) -> bool {
         let mut bytes = 0;
         // SAFETY: the tensor lives, and the result has room.
         let status = unsafe { (self.shim.functions.aoti_torch_get_storage_size)(self.raw, &mut bytes) };
-        self.address().filter(|_| status == 0 && bytes > 0)
+        status == 0 && bytes >= wanted
     }
 
     /// What calls ask of it. None of one that is better asked in Python, which knows why it is refused.
