@@ -21,8 +21,6 @@ ahead=
 packages_ahead=
 sanitized_ahead=
 coverage_ahead=
-schedules_ahead=
-sanitized_schedules_ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -375,7 +373,7 @@ python() {
     fi
     # One after the other, as they share a cache.
     echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
-  } | at_a_time 2
+  } | two_at_a_time
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
@@ -383,51 +381,20 @@ python() {
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
 verify() {
   say "verify, schedules, and messages that are tampered with"
-  {
-    echo "target/release/tokenyard verify --seeds 500"
-    echo "target/release/tokenyard verify --seeds 1 --full"
-    [ -n "$schedules_ahead" ] || release_schedules
-  } | at_a_time 2
-  if [ -n "$schedules_ahead" ]; then ended_ahead schedules_ahead target/schedules.log; fi
+  two_at_a_time <<'END'
+target/release/tokenyard verify --seeds 500
+target/release/tokenyard verify --seeds 1 --full
+target/release/tokenyard verify --schedules 2000
+target/release/tokenyard verify --schedules 500 --in-place
+target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
+END
 }
 
-# Schedules of a program: how many as they come, with output in place, and with messages that are tampered with.
-schedules() {
-  printf "$1 verify --schedules %s\n" "$2" "$3 --in-place" "$4 --forge --timeout-ms 1000"
-}
-release_schedules() { schedules target/release/tokenyard 2000 500 500; }
-sanitized_schedules() { schedules target/sanitized/debug/tokenyard 60 60 250; }
-
-# Starts the schedules beside the Rust tests, of which most wait. They have one thread and a clock of their own, so
-# that nothing but the time they take depends on what else runs.
-begin_schedules() {
-  mkdir -p target
-  if wanted verify; then
-    (renice -n 19 "$BASHPID" >/dev/null && release_schedules | at_a_time 1) >target/schedules.log 2>&1 &
-    schedules_ahead=$!
-  fi
-  if wanted sanitize; then
-    # Waits for the build if that was begun, too.
-    (renice -n 19 "$BASHPID" >/dev/null && "${sanitized_build[@]}" --jobs 1 && sanitized_schedules | sanitized 1) \
-      >target/sanitized-schedules.log 2>&1 &
-    sanitized_schedules_ahead=$!
-  fi
-}
-
-# Waits for what was begun ahead, by the name of its variable; prints what it wrote.
-ended_ahead() {
-  local status=0
-  wait "${!1}" || status=$?
-  printf -v "$1" ''
-  cat "$2"
-  return "$status"
-}
-
-# Runs the commands of stdin, a line each, so many at a time, of which each keeps about one core busy; prints what each
-# wrote once it has ended.
-at_a_time() {
+# Runs the commands of stdin, a line each, of which each keeps about one core busy; prints what each wrote once it has
+# ended.
+two_at_a_time() {
   # shellcheck disable=SC2016
-  xargs -P "$1" -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
+  xargs -P 2 -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
@@ -436,29 +403,24 @@ at_a_time() {
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0
   cargo build --no-default-features --features cli --target-dir target/sanitized)
 
-# As at_a_time, of programs with sanitizers.
-sanitized() {
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 at_a_time "$1"
-}
-
 sanitize() {
   say "sanitizers"
   [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # what follows says why
   sanitized_ahead=
   "${sanitized_build[@]}"
+  local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
   local verify='target/sanitized/debug/tokenyard verify'
   local world='hidden=16,sms=2,world_mode=one-thread,experts=48,top_k=3,tokens=2,max_tokens=2,iters=2'
   # The last three: more ranks of a node, and more nodes, than verify draws and a word has bits.
-  {
-    echo "$verify --seeds 60"
-    [ -n "$sanitized_schedules_ahead" ] || sanitized_schedules
-    echo "$verify --timeout-ms 60000 --replay world=40,$world"
-    echo "$verify --timeout-ms 60000 --replay world=40,fault=overflow,$world"
-    echo "$verify --timeout-ms 60000 --replay world=48,nodes=$(printf '1+%.0s' {1..46})2,$world"
-  } | sanitized 2
-  if [ -n "$sanitized_schedules_ahead" ]; then
-    ended_ahead sanitized_schedules_ahead target/sanitized-schedules.log
-  fi
+  two_at_a_time <<END
+$verify --seeds 60
+$verify --schedules 60
+$verify --schedules 60 --in-place
+$verify --schedules 250 --forge --timeout-ms 1000
+$verify --timeout-ms 60000 --replay world=40,$world
+$verify --timeout-ms 60000 --replay world=40,fault=overflow,$world
+$verify --timeout-ms 60000 --replay world=48,nodes=$(printf '1+%.0s' {1..46})2,$world
+END
 }
 
 # One of a hundred and forty-four, since CI has little time and each takes a minute; python3 tests/mutants.py runs all,
@@ -473,7 +435,6 @@ coverage() {
   say "Rust tests with coverage"
   [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # what follows says why
   coverage_ahead=
-  begin_schedules
   bash tests/coverage.sh
 }
 
@@ -483,8 +444,7 @@ if wanted python; then release+=(--workspace); fi
 compilers
 if wanted lint; then begin_lint; fi
 # What was begun ahead, and was not waited for yet, does not outlive a step that fails.
-trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead $schedules_ahead \
-  $sanitized_schedules_ahead 2>/dev/null || true' EXIT
+trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
 setup
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi
