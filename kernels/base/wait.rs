@@ -16,12 +16,6 @@ pub use super::interrupt::uninterrupted;
 /// How often the checks of interrupts are asked; a check may take an interpreter's lock.
 const ASK: Duration = Duration::from_millis(1);
 
-/// Polls after which a wait is a long one, some 0.2 s after its begin: what it waits for may come a little later, and
-/// the core is for others.
-const LONG: u32 = 2048;
-const SLEEP: Duration = Duration::from_micros(50);
-const LONG_SLEEP: Duration = Duration::from_micros(250);
-
 /// What an interrupted wait for a stream leaves.
 pub const STREAM_LEFT: &str = "the stream's work goes on; synchronize again before its memory is used";
 
@@ -50,7 +44,7 @@ pub fn relax(site: &'static str, polls: u32) {
         Some(yield_fiber) => uninterrupted(|| yield_fiber(site, polls)),
         None if polls < 64 => std::hint::spin_loop(),
         None if polls < 256 => std::thread::yield_now(),
-        None => std::thread::sleep(if polls < LONG { SLEEP } else { LONG_SLEEP }),
+        None => std::thread::sleep(Duration::from_micros(50)),
     }
 }
 

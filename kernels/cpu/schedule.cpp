@@ -26,9 +26,6 @@ constexpr uint32_t yields_before_sleep = 64;
 // Rounds in which all fibers waited in vain, before the thread sleeps between them: others may need its core.
 constexpr uint32_t idle_before_sleep = 256;
 constexpr uint32_t idle_sleep_us = 50;
-// After some 0.2 s of such rounds what they wait for may come a little later: as base::wait::relax.
-constexpr uint32_t idle_before_long_sleep = 2048;
-constexpr uint32_t idle_long_sleep_us = 250;
 } // namespace
 
 void fatal(const char *format, ...) {
@@ -311,7 +308,7 @@ int ty_exec::run_free() {
       (void)clock.look();
       idle_rounds = progress == round_progress ? idle_rounds + 1 : 0;
       if (idle_rounds > idle_before_sleep) {
-        usleep(idle_rounds > idle_before_long_sleep ? idle_long_sleep_us : idle_sleep_us);
+        usleep(idle_sleep_us);
       } else if (idle_rounds > 0) {
         sched_yield();
       }

@@ -283,7 +283,11 @@ impl Memory {
     fn made(&self, shim: &'static Shim, place: Place, stream: &Stream) -> Option<(Tensor, i64)> {
         let own = || Some((shim.empty(&self.sizes, &self.strides, self.element, place)?, 0));
         // What is made in a capture belongs to its graph.
-        if self.calls == 1 || stream.is_capturing().unwrap_or(true) || !self.used.swap(true, Ordering::Relaxed) {
+        if self.calls == 1 || stream.is_capturing().unwrap_or(true) {
+            return own();
+        }
+        let first = !self.used.swap(true, Ordering::Relaxed);
+        if first {
             return own();
         }
         let (bytes, stream) = (self.sizes[0], stream.raw());
