@@ -21,6 +21,7 @@ ahead=
 packages_ahead=
 sanitized_ahead=
 coverage_ahead=
+schedules_ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -373,55 +374,88 @@ python() {
     fi
     # One after the other, as they share a cache.
     echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
-  } | two_at_a_time
+  } | at_a_time 2
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
 
-# Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
-verify() {
-  say "verify, schedules, and messages that are tampered with"
-  two_at_a_time <<'END'
-target/release/tokenyard verify --seeds 500
-target/release/tokenyard verify --seeds 1 --full
-target/release/tokenyard verify --schedules 2000
-target/release/tokenyard verify --schedules 500 --in-place
-target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
-END
-}
-
-# Runs the commands of stdin, a line each, of which each keeps about one core busy; prints what each wrote once it has
-# ended.
-two_at_a_time() {
+# Runs the commands of stdin, a line each, so many at a time, of which each keeps about one core busy; prints what each
+# wrote once it has ended.
+at_a_time() {
   # shellcheck disable=SC2016
-  xargs -P 2 -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
+  xargs -P "$1" -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
-# of its own, since it is built beside the Python package's tests: g++ takes most of the time, on one core. It optimises
-# little, which takes half the time of a build that optimises more, and what runs takes as long.
+# of its own, since it is built beside tests: g++ takes most of the time, on one core. It optimises little, which takes
+# half the time of a build that optimises more, and what runs takes as long.
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0
   cargo build --no-default-features --features cli --target-dir target/sanitized)
+release_verify='target/release/tokenyard verify'
+sanitized_verify='env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitized/debug/tokenyard verify'
 
-sanitize() {
-  say "sanitizers"
-  [ -z "$sanitized_ahead" ] || wait "$sanitized_ahead" || true # what follows says why
-  sanitized_ahead=
-  "${sanitized_build[@]}"
-  local -x ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
-  local verify='target/sanitized/debug/tokenyard verify'
-  local world='hidden=16,sms=2,world_mode=one-thread,experts=48,top_k=3,tokens=2,max_tokens=2,iters=2'
-  # The last three: more ranks of a node, and more nodes, than verify draws and a word has bits.
-  two_at_a_time <<END
-$verify --seeds 60
-$verify --schedules 60
-$verify --schedules 60 --in-place
-$verify --schedules 250 --forge --timeout-ms 1000
-$verify --timeout-ms 60000 --replay world=40,$world
-$verify --timeout-ms 60000 --replay world=40,fault=overflow,$world
-$verify --timeout-ms 60000 --replay world=48,nodes=$(printf '1+%.0s' {1..46})2,$world
-END
+# Random configurations with every pair of values, and full-size ones; a rank has a thread.
+release_worlds() { printf "$release_verify %s\n" "--seeds 500" "--seeds 1 --full"; }
+# Waits for the build, if that was begun before.
+sanitized_worlds() { echo "${sanitized_build[*]} && $sanitized_verify --seeds 60"; }
+
+# Seeded schedules of worlds of one thread: how many as they come, with output in place, and with messages that are
+# tampered with.
+schedules() {
+  printf "$1 --schedules %s\n" "$2" "$3 --in-place" "$4 --forge --timeout-ms 1000"
 }
+release_schedules() { schedules "$release_verify" 2000 500 500; }
+
+# The last three: more ranks of a node, and more nodes, than verify draws and a word has bits.
+sanitized_schedules() {
+  local world='hidden=16,sms=2,world_mode=one-thread,experts=48,top_k=3,tokens=2,max_tokens=2,iters=2'
+  schedules "$sanitized_verify" 60 60 250
+  printf "$sanitized_verify --timeout-ms 60000 --replay %s,$world\n" world=40 world=40,fault=overflow \
+    "world=48,nodes=$(printf '1+%.0s' {1..46})2"
+}
+
+# Starts the schedules beside the Rust tests, of which most wait, at the lowest priority. Such worlds have a clock of
+# their own: what else runs changes nothing but the time that they take.
+begin_schedules() {
+  mkdir -p target
+  (
+    renice -n 19 "$BASHPID" >/dev/null
+    {
+      if wanted verify; then release_schedules; fi
+      if wanted sanitize; then
+        "${sanitized_build[@]}" --jobs 1 >&2
+        sanitized_schedules
+      fi
+    } | at_a_time 1
+  ) >target/schedules.log 2>&1 &
+  schedules_ahead=$!
+}
+
+# What of all this is wanted, but for schedules that were begun before.
+worlds() {
+  if wanted verify; then
+    release_worlds
+    [ -n "$schedules_ahead" ] || release_schedules
+  fi
+  if wanted sanitize; then
+    [ -n "$schedules_ahead" ] || "${sanitized_build[@]}" >&2
+    sanitized_worlds
+    [ -n "$schedules_ahead" ] || sanitized_schedules
+  fi
+}
+
+verify() {
+  say "verify, schedules, messages that are tampered with, and sanitizers"
+  worlds | at_a_time 2
+  [ -n "$schedules_ahead" ] || return 0
+  local status=0
+  wait "$schedules_ahead" || status=$?
+  schedules_ahead=
+  cat target/schedules.log
+  return "$status"
+}
+
+sanitize() { wanted verify || verify; }
 
 # One of a hundred and forty-four, since CI has little time and each takes a minute; python3 tests/mutants.py runs all,
 # and with --resume those that were not seen caught as they stand.
@@ -435,6 +469,7 @@ coverage() {
   say "Rust tests with coverage"
   [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # what follows says why
   coverage_ahead=
+  if wanted verify || wanted sanitize; then begin_schedules; fi
   bash tests/coverage.sh
 }
 
@@ -444,7 +479,7 @@ if wanted python; then release+=(--workspace); fi
 compilers
 if wanted lint; then begin_lint; fi
 # What was begun ahead, and was not waited for yet, does not outlive a step that fails.
-trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead 2>/dev/null || true' EXIT
+trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead $schedules_ahead 2>/dev/null || true' EXIT
 setup
 if wanted lint && wanted build; then build_ahead; fi
 if wanted lint && wanted python; then begin_packages; fi

@@ -265,7 +265,8 @@ class Worker:
         """What the suite runs against a mutant."""
         name, file, _, _ = mutant
         if name not in STATED:
-            return self.checks(file)
+            # What was taken on trust makes kernels run for ever, until the check's limit.
+            return sorted(self.checks(file), key=lambda check: "on trust" in name and check[0] != "messages tampered with")
         kind, words = STATED[name]
         cargo = ["cargo", "test", *self.cargo]
         return [(words, [*cargo, "--lib", words] if kind == "unit" else [*cargo, "--test", *tests_of(words, ())])]

@@ -307,6 +307,9 @@ GROUPS = [
         ("a handle whose dispatch never ran combined", "kernels/combine/combine.cuh",
          "handle_state != a.handle.serial", "handle_state == TY_HANDLE_EMPTY"),
     ]),
+    ("test", "device", [
+        ("no clock for hosts that end", "kernels/cpu/schedule.cpp", "ended_ns + static_cast<uint64_t>(since.count())", "ended_ns"),
+    ]),
     ("test", "refusals", [
         ("a pitch of half a vector taken", "bindings/api/needs.rs",
          "!pitch.is_multiple_of(16) {", "!pitch.is_multiple_of(8) {"),

@@ -1,7 +1,8 @@
 //! Waiting on the host: every wait has a name and a deadline, and lets others run.
 //!
-//! On an ordinary thread `relax` yields to the operating system. On a host fiber of the one-thread
-//! CPU world it yields to the fiber scheduler instead; the executor installs that hook for its thread.
+//! On an ordinary thread `relax` yields to the operating system, and deadlines pass by its clock. On a host fiber of
+//! the one-thread CPU world it yields to the fiber scheduler instead, and deadlines pass by that world's clock, so that
+//! a schedule does not depend on how fast it runs; the executor installs both for its thread (`Fibers`).
 //!
 //! `poll` waits whatever happens: for destructors, and where memory depends on the event. `poll_unless` ends where an
 //! interrupt is raised (`interrupt.rs`). docs/failure.md, "Waits", lists them.
@@ -9,6 +10,7 @@
 use super::interrupt;
 use super::{Error, Result};
 use std::cell::Cell;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 pub use super::interrupt::uninterrupted;
@@ -19,29 +21,46 @@ const ASK: Duration = Duration::from_millis(1);
 /// What an interrupted wait for a stream leaves.
 pub const STREAM_LEFT: &str = "the stream's work goes on; synchronize again before its memory is used";
 
-/// Yields at a named wait, which has yielded this many times before.
-type RelaxHook = fn(&'static str, u32);
-
-thread_local! {
-    static HOOK: Cell<Option<RelaxHook>> = const { Cell::new(None) };
+/// How a thread that runs fibers waits on one of them.
+#[derive(Clone, Copy)]
+pub struct Fibers {
+    /// Lets others run. It is passed the wait's name and how often this wait has yielded before: 0 means that the
+    /// caller made progress since its last wait.
+    pub yield_fiber: fn(&'static str, u32),
+    /// The time since any fixed moment, by which deadlines of waits pass.
+    pub now: fn() -> Duration,
 }
 
-/// Installs (or, with `None`, removes) this thread's way to let others run. It is passed the wait's name and how often
-/// this wait has yielded before: 0 means that the caller made progress since its last wait.
-pub fn set_relax_hook(hook: Option<fn(&'static str, u32)>) {
-    HOOK.with(|h| h.set(hook));
+thread_local! {
+    static FIBERS: Cell<Option<Fibers>> = const { Cell::new(None) };
+}
+
+/// Installs (or, with `None`, removes) this thread's way to wait.
+pub fn set_fibers(fibers: Option<Fibers>) {
+    FIBERS.with(|f| f.set(fibers));
 }
 
 /// Whether other waits of this thread may run in the middle of one: of an ordinary thread none can.
 pub fn has_fibers() -> bool {
-    HOOK.with(Cell::get).is_some()
+    FIBERS.with(Cell::get).is_some()
+}
+
+/// The operating system's clock, from its first use in this process on.
+pub fn system_now() -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
+}
+
+/// The clock of this thread's waits.
+fn now() -> Duration {
+    FIBERS.with(Cell::get).map_or_else(system_now, |fibers| (fibers.now)())
 }
 
 /// Lets others run once; `site` names the wait, which has polled `polls` times before.
 pub fn relax(site: &'static str, polls: u32) {
-    match HOOK.with(Cell::get) {
+    match FIBERS.with(Cell::get) {
         // The interrupts in force are this fiber's.
-        Some(yield_fiber) => uninterrupted(|| yield_fiber(site, polls)),
+        Some(fibers) => uninterrupted(|| (fibers.yield_fiber)(site, polls)),
         None if polls < 64 => std::hint::spin_loop(),
         None if polls < 256 => std::thread::yield_now(),
         None => std::thread::sleep(Duration::from_micros(50)),
@@ -67,9 +86,9 @@ pub fn poll_unless<T>(
     left: &'static str,
     ready: impl FnMut() -> Option<T>,
 ) -> Result<Option<T>> {
-    let mut asked = Instant::now();
-    let due = |now: Instant| {
-        let ask = now.duration_since(asked) >= ASK;
+    let mut asked = now();
+    let due = |now: Duration| {
+        let ask = now.saturating_sub(asked) >= ASK;
         if ask {
             asked = now;
         }
@@ -91,18 +110,18 @@ enum Waited<T> {
 fn poll_until<T>(
     site: &'static str,
     timeout: Duration,
-    mut due: impl FnMut(Instant) -> bool,
+    mut due: impl FnMut(Duration) -> bool,
     mut ready: impl FnMut() -> Option<T>,
 ) -> Waited<T> {
-    let start = Instant::now();
+    let start = now();
     let mut polls = 0u32;
     loop {
         // The clock is read before the look, so a process that was stopped for long looks once more.
-        let now = Instant::now();
+        let now = now();
         if let Some(value) = ready() {
             return Waited::Ready(value);
         }
-        if now.duration_since(start) >= timeout {
+        if now.saturating_sub(start) >= timeout {
             return Waited::TimedOut;
         }
         if due(now) {
@@ -151,7 +170,8 @@ mod tests {
 
     #[test]
     fn other_fibers_of_the_thread_are_not_interrupted_for_this_one() {
-        set_relax_hook(Some(|_, _| assert!(!Interrupt::is_due())));
+        let yield_fiber = |_, _| assert!(!Interrupt::is_due());
+        set_fibers(Some(Fibers { yield_fiber, now: system_now }));
         let interrupt = Interrupt::new();
         let mut looks = 0;
         let outcome = interrupt.during(|| {
@@ -164,7 +184,7 @@ mod tests {
                 None::<()>
             })
         });
-        set_relax_hook(None);
+        set_fibers(None);
         assert!(outcome.is_err() && looks == 3, "{looks} looks");
     }
 }

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
 namespace ty {
 namespace cpu {
@@ -378,6 +379,8 @@ int ty_exec::run_seeded() {
 
 void ty_exec::end_hosts() {
   ending = true;
+  const uint64_t ended_ns = clock_ns.load(std::memory_order_relaxed);
+  const auto began = std::chrono::steady_clock::now();
   const uint64_t scheduled = switches.load(std::memory_order_relaxed);
   while (hosts_live != 0) {
     bool any = false;
@@ -388,6 +391,8 @@ void ty_exec::end_hosts() {
     }
     if (!any) break;
     sched_yield(); // some wait as they leave, for their deadlines or for threads
+    const std::chrono::nanoseconds since = std::chrono::steady_clock::now() - began;
+    clock_ns.store(ended_ns + static_cast<uint64_t>(since.count()), std::memory_order_relaxed);
   }
   switches.store(scheduled, std::memory_order_relaxed);
   ending = false;

@@ -20,7 +20,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What device memory holds at first, so that a kernel which relies on zeros fails here.
 pub(super) const UNSPECIFIED: u8 = 0xA5;
@@ -491,10 +491,9 @@ unsafe extern "C" fn run_call(call: *mut c_void) {
     call.run();
 }
 
-/// Nanoseconds since this process first asked; never 0, which means "not yet".
+/// Nanoseconds by the operating system's clock; never 0, which means "not yet".
 fn now_ns() -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
+    u64::try_from(wait::system_now().as_nanos()).unwrap_or(u64::MAX).max(1)
 }
 
 #[derive(Clone)]

@@ -2,7 +2,8 @@
 //!
 //! Place: tests and the simulator run it instead of a thread per rank. Everything runs on the calling thread: each
 //! rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the thread's
-//! waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
+//! waits (`base::wait`) yield to the scheduler, and their deadlines pass by the devices' clock. It never starts a
+//! thread.
 
 use super::Device;
 use super::cpu::{CpuDevice, Executor, RunsHere, explain, static_c_str};
@@ -96,19 +97,29 @@ fn yield_fiber(site: &'static str, polls: u32) {
     }
 }
 
+/// The clock of the world's devices, by which deadlines on its fibers pass; elsewhere on its thread the system's.
+fn fiber_now() -> Duration {
+    // SAFETY: may be asked anywhere; the clock of a fiber's executor only on one.
+    match unsafe { ffi::ty_exec_on_fiber() } {
+        0 => wait::system_now(),
+        // SAFETY: on a fiber.
+        _ => Duration::from_nanos(unsafe { ffi::ty_exec_fiber_now_ns() }),
+    }
+}
+
 /// Removes the hook, also when a panic is raised again.
 struct Hook;
 
 impl Hook {
     fn install() -> Hook {
-        wait::set_relax_hook(Some(yield_fiber));
+        wait::set_fibers(Some(wait::Fibers { yield_fiber, now: fiber_now }));
         Hook
     }
 }
 
 impl Drop for Hook {
     fn drop(&mut self) {
-        wait::set_relax_hook(None);
+        wait::set_fibers(None);
     }
 }
 

@@ -90,9 +90,9 @@ fn a_lock_held_while_other_fibers_of_the_thread_run() {
     }
     let mut worlds = World::threads(2).unwrap();
     OTHER.set(worlds.pop());
-    wait::set_relax_hook(Some(run_other));
+    wait::set_fibers(Some(wait::Fibers { yield_fiber: run_other, now: wait::system_now }));
     exchange_one(&worlds[0]);
-    wait::set_relax_hook(None);
+    wait::set_fibers(None);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokenyard::internals::base::wait;
@@ -492,6 +492,50 @@ fn a_world_in_which_nobody_can_go_on_is_reported_and_not_waited_for() {
     assert!(report.hang_report.as_ref().is_some_and(|text| text.contains("a peer that never comes")), "{report:?}");
     let failure = report.failure.unwrap().to_string();
     assert!(failure.contains("a peer that never comes"), "{failure}");
+}
+
+/// So a schedule does not depend on how fast it runs.
+#[test]
+fn deadlines_of_a_seeded_world_pass_by_its_own_clock() {
+    let (begun, arrived) = (AtomicBool::new(false), AtomicBool::new(false));
+    let started = Instant::now();
+    let report = seeded_world(SeededConfig { seed: 8, hold_stores: false, stopped: None }, 2, |rank, _| {
+        if rank == 1 {
+            wait::poll("the other rank", PATIENCE, || begun.load(Ordering::Relaxed).then_some(())).unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+            arrived.store(true, Ordering::Relaxed);
+            return;
+        }
+        let look = || {
+            begun.store(true, Ordering::Relaxed);
+            arrived.load(Ordering::Relaxed).then_some(())
+        };
+        assert_eq!(wait::poll("a rank that sleeps", Duration::from_millis(100), look), Some(()));
+        assert_eq!(wait::poll("nothing", Duration::from_secs(500), || None::<()>), None);
+    });
+    assert_eq!(report.failure, None);
+    assert!(started.elapsed() < PATIENCE);
+}
+
+/// What it waits for, such as a thread, does not go by the world's clock.
+#[test]
+fn waits_of_destructors_in_a_world_that_hangs_pass_by_the_systems_clock() {
+    struct Waits<'a>(&'a Mutex<Option<Duration>>);
+    impl Drop for Waits<'_> {
+        fn drop(&mut self) {
+            let began = Instant::now();
+            let waited = wait::poll("an answer", Duration::from_millis(300), || None::<()>);
+            *self.0.lock().unwrap() = waited.is_none().then(|| began.elapsed());
+        }
+    }
+    let took = Mutex::new(None);
+    let report = seeded_world(SeededConfig { seed: 9, hold_stores: false, stopped: None }, 1, |_, _| {
+        let _waits = Waits(&took);
+        wait::poll("a peer that never comes", Duration::from_secs(3600), || None::<()>);
+    });
+    assert!(report.failure.is_some(), "{report:?}");
+    let took = took.lock().unwrap().expect("the wait did not end");
+    assert!(took >= Duration::from_millis(290) && took < PATIENCE, "{took:?}");
 }
 
 /// A scope's threads may use what its fiber's stack and the caller own, and end before either goes.
