@@ -105,18 +105,30 @@ def test_only_the_first_is_checked(tmp_path):
     assert run(tmp_path, "--world", "2", "--check", "2", "--warmup", "0")[1]["checked"] == 2
 
 
+def under_torchrun(*options):
+    """A run of two ranks by torchrun, which has ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
+               "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "tokenyard.bench", *SMALL, *options]
+    given = os.environ | {"TOKENYARD_PORT": rig.free_port(), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("group", ["env", "gloo"])
 def test_under_torchrun(tmp_path, group):
     path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
-               "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "tokenyard.bench", *SMALL, "--group", group, "--json", str(path)]
-    given = os.environ | {"TOKENYARD_PORT": rig.free_port(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
+    done = under_torchrun("--group", group, "--json", str(path))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(path.read_text())
     assert (found["world"], found["launch"], found["verified"], found["checked"]) == (2, "env", True, 4)
     # Only rank 0 writes.
     assert done.stdout.count("elements wrong") == 1
+
+
+def test_under_torchrun_the_first_rank_writes_what_came_before_an_error():
+    done = under_torchrun("--group", "env", "--tokens", "3,2000000", "--json", "-")
+    assert done.returncode != 0 and "max_tokens_per_rank is 2000000" in done.stderr, done.stderr[-3000:]
+    # One document: were it two, this would not be JSON.
+    assert [each["tokens"] for each in json.loads(done.stdout)["results"]] == [3]
 
 
 def changed(method, change):
