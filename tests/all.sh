@@ -21,7 +21,6 @@ ahead=
 packages_ahead=
 sanitized_ahead=
 coverage_ahead=
-schedules_ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -150,48 +149,44 @@ lints() {
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --features c
 }
 
-# Starts the lints, beside the setup, which downloads, boots and uses one core at the most.
-begin_lint() {
+# Runs a command beside what follows, in a process group of its own. Arguments: the variable that keeps its number, the
+# file in target/ for what it writes, and the command.
+beside() {
+  local number=$1 log=target/$2
   mkdir -p target
-  lints >target/lints.log 2>&1 &
-  lint_ahead=$!
+  set -m
+  "${@:3}" </dev/null >"$log" 2>&1 &
+  set +m
+  printf -v "$number" %s $!
+}
+
+# Waits for what runs beside, if it was begun; its status is the command's.
+ended() {
+  local process=${!1}
+  printf -v "$1" ''
+  [ -z "$process" ] || wait "$process"
 }
 
 lint() {
   say "lints"
   local status=0
-  wait "$lint_ahead" || status=$?
-  lint_ahead=
+  ended lint_ahead || status=$?
   cat target/lints.log
   return "$status"
-}
-
-# Builds the tests that coverage counts beside the release build, which keeps one core busy, and what follows.
-begin_coverage() {
-  mkdir -p target
-  nice -n 19 bash tests/coverage.sh --build >target/coverage-build.log 2>&1 &
-  coverage_ahead=$!
 }
 
 # The release build; where the Python package is made, too, with its crate, so that its wheel builds nothing of the
 # library again. Symbols of the interpreter stay open, as in the wheel.
 release=(env TOKENYARD_STRICT=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo build --release)
 
-# Starts the release build, which uses one core for most of its time, beside the lints.
-build_ahead() {
-  mkdir -p target
-  "${release[@]}" >target/release-build.log 2>&1 &
-  ahead=$!
-}
-
 # The release build, with its time, nvcc's, and the registers of the GPU kernels; fails if one spills, or none was
 # built.
 build() {
   say "release build"
   if [ -n "$ahead" ]; then
-    if wanted coverage; then begin_coverage; fi
-    wait "$ahead" || true # the next line says why
-    ahead=
+    # The tests that coverage counts, beside the release build, which keeps one core busy, and what follows.
+    if wanted coverage; then beside coverage_ahead coverage-build.log nice -n 19 bash tests/coverage.sh --build; fi
+    ended ahead || true # the next line says why
     cat target/release-build.log
   fi
   time "${release[@]}"
@@ -319,11 +314,10 @@ packages() {
   want "torch 2.6 from PyPI" torch .venv-python-oldest 'torch==2.6.*' --without triton
 }
 
-# Downloads them beside lints and builds.
-begin_packages() {
-  mkdir -p target
-  (unset TOKENYARD_STRICT && packages) >target/python-packages.log 2>&1 &
-  packages_ahead=$!
+# For downloads beside lints and builds.
+packages_or_not() {
+  unset TOKENYARD_STRICT
+  packages
 }
 
 # Runs pytest, which ends with 5 where all tests of a file are skipped.
@@ -347,13 +341,11 @@ parts() {
 # The Python package: a wheel, its types, and its tests.
 python() {
   say "the Python package"
-  [ -z "$packages_ahead" ] || wait "$packages_ahead" || true # what follows says why
-  packages_ahead=
+  ended packages_ahead || true # what follows says why
   packages
   .venv-python/bin/pip list --disable-pip-version-check 2>/dev/null | grep -i -E '^(torch|transformers|megatron.core) ' || true
   if wanted sanitize; then
-    nice -n 19 "${sanitized_build[@]}" --jobs 1 >target/sanitized-build.log 2>&1 &
-    sanitized_ahead=$!
+    beside sanitized_ahead sanitized-build.log nice -n 19 "${sanitized_build[@]}" --jobs 1
   fi
   rm -rf target/wheels
   TOKENYARD_STRICT=1 .venv-python/bin/maturin build --release -i .venv-python/bin/python --out target/wheels
@@ -383,7 +375,7 @@ python() {
 # wrote once it has ended.
 at_a_time() {
   # shellcheck disable=SC2016
-  xargs -P "$1" -I '{}' bash -c 'status=0; text=$({} 2>&1) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
+  xargs -P "$1" -I '{}' bash -c 'status=0; text=$(exec 2>&1; {}) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
@@ -396,8 +388,7 @@ sanitized_verify='env ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 
 
 # Random configurations with every pair of values, and full-size ones; a rank has a thread.
 release_worlds() { printf "$release_verify %s\n" "--seeds 500" "--seeds 1 --full"; }
-# Waits for the build, if that was begun before.
-sanitized_worlds() { echo "${sanitized_build[*]} && $sanitized_verify --seeds 60"; }
+sanitized_worlds() { echo "$sanitized_verify --seeds 60"; }
 
 # Seeded schedules of worlds of one thread: how many as they come, with output in place, and with messages that are
 # tampered with.
@@ -414,45 +405,24 @@ sanitized_schedules() {
     "world=48,nodes=$(printf '1+%.0s' {1..46})2"
 }
 
-# Starts the schedules beside the Rust tests, of which most wait, at the lowest priority. Such worlds have a clock of
-# their own: what else runs changes nothing but the time that they take.
-begin_schedules() {
-  mkdir -p target
-  (
-    renice -n 19 "$BASHPID" >/dev/null
-    {
-      if wanted verify; then release_schedules; fi
-      if wanted sanitize; then
-        "${sanitized_build[@]}" --jobs 1 >&2
-        sanitized_schedules
-      fi
-    } | at_a_time 1
-  ) >target/schedules.log 2>&1 &
-  schedules_ahead=$!
-}
-
-# What of all this is wanted, but for schedules that were begun before.
+# What of all this is wanted. Commands run while those behind them are built.
 worlds() {
   if wanted verify; then
     release_worlds
-    [ -n "$schedules_ahead" ] || release_schedules
+    release_schedules
   fi
   if wanted sanitize; then
-    [ -n "$schedules_ahead" ] || "${sanitized_build[@]}" >&2
+    nice -n 19 "${sanitized_build[@]}" >&2
     sanitized_worlds
-    [ -n "$schedules_ahead" ] || sanitized_schedules
+    sanitized_schedules
   fi
 }
 
+# The sanitizers run here, too: what takes long begins first, and no core waits for the other between the two steps.
 verify() {
   say "verify, schedules, messages that are tampered with, and sanitizers"
+  ended sanitized_ahead || true # what follows says why
   worlds | at_a_time 2
-  [ -n "$schedules_ahead" ] || return 0
-  local status=0
-  wait "$schedules_ahead" || status=$?
-  schedules_ahead=
-  cat target/schedules.log
-  return "$status"
 }
 
 sanitize() { wanted verify || verify; }
@@ -467,9 +437,7 @@ mutants() {
 # All Rust tests, with every line counted.
 coverage() {
   say "Rust tests with coverage"
-  [ -z "$coverage_ahead" ] || wait "$coverage_ahead" || true # what follows says why
-  coverage_ahead=
-  if wanted verify || wanted sanitize; then begin_schedules; fi
+  ended coverage_ahead || true # what follows says why
   bash tests/coverage.sh
 }
 
@@ -477,12 +445,20 @@ coverage() {
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles python coverage verify sanitize mutants); fi
 if wanted python; then release+=(--workspace); fi
 compilers
-if wanted lint; then begin_lint; fi
+# Beside the setup, which downloads, boots and uses one core at the most.
+if wanted lint; then beside lint_ahead lints.log lints; fi
 # What was begun ahead, and was not waited for yet, does not outlive a step that fails.
-trap 'kill $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead $schedules_ahead 2>/dev/null || true' EXIT
+end_all() {
+  local process
+  for process in $lint_ahead $ahead $packages_ahead $sanitized_ahead $coverage_ahead; do
+    kill -- "-$process" 2>/dev/null || true
+  done
+}
+trap end_all EXIT
 setup
-if wanted lint && wanted build; then build_ahead; fi
-if wanted lint && wanted python; then begin_packages; fi
+# The release build uses one core for most of its time.
+if wanted lint && wanted build; then beside ahead release-build.log "${release[@]}"; fi
+if wanted lint && wanted python; then beside packages_ahead python-packages.log packages_or_not; fi
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
   case $step in

@@ -135,8 +135,7 @@ GROUPS = [
         ("rails bring no payload", "kernels/combine/wire.cuh", "if (carries_payload(a) && piece.first == 0) {", "if (false) {"),
         ("compact handles know no rows of choices", "kernels/combine/send.cuh",
          "if (row.choice == lane_index()) own =", "if (row.choice == lane_index() + 1) own ="),
-        ("words that go while rows are loaded are all", "kernels/combine/send.cuh",
-         "    if (beside) send_all();\n", ""),
+        ("words are not sent after their rows", "kernels/combine/send.cuh", "    if (after) send_all();\n", ""),
         ("a word of LL rows has arrived once it is not 0", "kernels/combine/payload.cuh",
          "return word >> 32 != 0; }", "return word != 0 && static_cast<u32>(word) != 0; }"),
         ("words of LL rows have always arrived", "kernels/combine/payload.cuh", "return word >> 32 != 0; }", "return word >> 32 < 2; }"),
@@ -308,7 +307,8 @@ GROUPS = [
          "handle_state != a.handle.serial", "handle_state == TY_HANDLE_EMPTY"),
     ]),
     ("test", "device", [
-        ("no clock for hosts that end", "kernels/cpu/schedule.cpp", "ended_ns + static_cast<uint64_t>(since.count())", "ended_ns"),
+        ("time runs for hosts that end", "kernels/cpu/schedule.cpp", "static_cast<uint64_t>(since.count())", "1000 * static_cast<uint64_t>(since.count())"),
+        ("kernels outlast the hosts that wait for them", "kernels/cpu/schedule.cpp", "host_share = 64", "host_share = 1"),
     ]),
     ("test", "refusals", [
         ("a pitch of half a vector taken", "bindings/api/needs.rs",

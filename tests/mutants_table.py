@@ -163,7 +163,7 @@ TABLE = [
     ("scale that has not come taken for one", NUMBERS, "least = smaller(least, same_bits<u32>(raw.scale));", "(void)0;"),
     ("scale cleared before all lanes have seen it", PARTIAL, "  if (lanes_share_blocks<T>) warp_barrier();\n", ""),
     ("LL rows waited for by tags", PICK, "partial_tags.source_stride == 0;", "partial_tags.source_stride == 1;"),
-    ("lanes past a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial> && !together) return columns.end;", "if (!together) return columns.end;"),
+    ("lanes past a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
     ("partial rows not waited for", PARTIAL, "bool here = wait_word(c, wait, tag, 0, epoch, \"partial row\");", "bool here = true || wait_word(c, wait, tag, 0, epoch, \"partial row\");"),

@@ -70,10 +70,8 @@ TY_DEVICE SentWords take_words(const CombineArgs auto &a, i32 row) {
   return sent;
 }
 
-// Stores what the loaded words come to in a partial row, and loads the next ones. Does nothing once all are stored. By
-// a warp. `ll`: an LL row.
+// Stores what the loaded words come to in a partial row, and loads the next ones. By a warp. `ll`: an LL row.
 TY_DEVICE void send_words(const CombineArgs auto &a, SentWords &sent, u64 partial, bool ll) {
-  if (sent.first >= a.payload_words) return;
   WordShare share = share_words(a.context.top_k);
   u32 w = sent.first + share.word(), place = w, word = sent.word;
   bool stores = w < a.payload_words && share.row() < (a.payload_gathered ? a.context.top_k : 1);

@@ -380,10 +380,10 @@ template <typename Partial> TY_DEVICE Columns columns_of(const Context auto &c, 
 // Whether lanes make a block of a partial row together, so that none may leave before the others.
 template <typename Partial> constexpr bool lanes_share_blocks = Partial::block > Partial::group;
 
-// Where a warp's passes over the columns of a partial row end: past the last column; where lanes share blocks, or
-// otherwise stay `together`, for all lanes in the same pass.
-template <typename Partial> TY_DEVICE u32 last_pass(const Columns &columns, bool together = false) {
-  if (!lanes_share_blocks<Partial> && !together) return columns.end;
+// Where a warp's passes over the columns of a partial row end: past the last column; where lanes share blocks, for all
+// lanes in the same pass.
+template <typename Partial> TY_DEVICE u32 last_pass(const Columns &columns) {
+  if (!lanes_share_blocks<Partial>) return columns.end;
   return columns.begin + (columns.end - columns.begin + warp_size - 1) / warp_size * warp_size;
 }
 
@@ -618,15 +618,14 @@ TY_DEVICE void store_partials(const Context auto &c, char *out, u32 g, u32 g_end
   }
 }
 
-// Stores the sum of a list of this rank's rows at `out`, as an LL row (`ll`) or a tagged row. If `beside`, the warp's
-// lanes call meanwhile() together while loads are under way. By a warp.
-template <typename Row, typename Partial, typename Meanwhile>
+// Stores the sum of a list of this rank's rows at `out`, as an LL row (`ll`) or a tagged row. By a warp.
+template <typename Row, typename Partial>
 TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out,
-                        bool ll, bool beside, Meanwhile meanwhile) {
+                        bool ll) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
-  u32 end = last_pass<Partial>(columns, beside);
+  u32 end = last_pass<Partial>(columns);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
     auto add = [&](u32 i, const Group &y, u32 n) {
@@ -637,9 +636,7 @@ TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count
         for (u32 j = 0; j < Partial::group; ++j) sums[i].v[j] = fma_rn(weight, y.v[j], sums[i].v[j]);
       }
     };
-    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add, [&] {
-      if (beside) meanwhile();
-    });
+    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
     store_partials<Partial>(c, out, g, columns.end, sums, ll);
   }
 }
@@ -713,20 +710,20 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   bool ll = ll_rows<inter_node>(c);
   // Known by the type: a branch that is merely never taken would cost other kernels registers.
   if constexpr (requires { a.brings_words; }) {
-    // Words are loaded before the rows, and added while those are under way, or before.
-    bool beside = has_spare_registers(c);
+    // Words are loaded before the rows. A row does not wait for them where there are registers to keep them in until
+    // the row is sent (docs/notebook-calls.md, "Words after rows").
+    bool after = has_spare_registers(c);
     SentWords words{};
     if (piece.first == 0) words = take_words(a, own);
-    auto send = [&] { send_words(a, words, reinterpret_cast<u64>(out), ll); };
     auto send_all = [&] {
       TY_ROLLED
-      while (words.first < a.payload_words) send();
+      while (words.first < a.payload_words) send_words(a, words, reinterpret_cast<u64>(out), ll);
     };
-    if (!beside) send_all();
-    sum_rows<Row, Partial>(a, terms, count, columns, out, ll, beside, send);
-    if (beside) send_all();
+    if (!after) send_all();
+    sum_rows<Row, Partial>(a, terms, count, columns, out, ll);
+    if (after) send_all();
   } else {
-    sum_rows<Row, Partial>(a, terms, count, columns, out, ll, false, Nothing{});
+    sum_rows<Row, Partial>(a, terms, count, columns, out, ll);
   }
   if (ll) {
     warp_barrier(); // the list is read

@@ -302,7 +302,7 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool looks_ahead(const 
   return true;
 }
 
-// Whether a warp carries words of a side payload while it loads the rows that they belong to. Other kernels have no
+// Whether a warp keeps words of a side payload while it adds the rows that they belong to. Other kernels have no
 // registers left for that.
 TY_DEVICE constexpr bool has_spare_registers(const ty_context &) { return false; }
 template <Specialised does, bool ll>

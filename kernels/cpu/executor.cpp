@@ -125,7 +125,7 @@ void ty_exec_note_progress(void) {
   if (executor != nullptr) ++executor->progress;
 }
 
-uint64_t ty_exec_fiber_now_ns(void) { return executor == nullptr ? 0 : ty_exec_now_ns(executor); }
+uint64_t ty_exec_fiber_now_ns(void) { return executor == nullptr ? 0 : executor->host_ns(); }
 
 ty_stream *ty_stream_create(ty_exec *exec, uint32_t rank) {
   try {

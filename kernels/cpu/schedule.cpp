@@ -23,6 +23,9 @@ constexpr uint64_t jump_ns = 1000000000;    // how far the clock jumps when noth
 constexpr uint32_t rounds_before_jump = 16; // a fiber may wait for several things one after the other
 constexpr uint32_t rounds_between_jumps = 2;
 constexpr uint32_t jumps_before_hang = 1000;
+// How much less of a jump passes for hosts. Kernels look at the clock once in 32 polls, that is once in 16 jumps, and a
+// host's wait for a kernel must outlast the kernel's own, also where both have the same deadline.
+constexpr uint32_t host_share = 64;
 constexpr uint32_t yields_before_sleep = 64;
 // Rounds in which all fibers waited in vain, before the thread sleeps between them: others may need its core.
 constexpr uint32_t idle_before_sleep = 256;
@@ -357,6 +360,7 @@ bool ty_exec::end_of_seeded_round() {
     if (idle_jumps++ == jumps_before_hang) return false;
     idle_rounds = rounds_before_jump - rounds_between_jumps;
     clock_ns.store(clock_ns.load(std::memory_order_relaxed) + jump_ns, std::memory_order_relaxed);
+    jumped_ns += jump_ns;
   }
   round_progress = progress;
   std::swap(pollers_set, polled_set);
@@ -375,6 +379,10 @@ int ty_exec::run_seeded() {
       if (!end_of_seeded_round()) return TY_EXEC_HANG;
     }
   }
+}
+
+uint64_t ty_exec::host_ns() const {
+  return clock_ns.load(std::memory_order_relaxed) - jumped_ns + jumped_ns / host_share;
 }
 
 void ty_exec::end_hosts() {

@@ -220,6 +220,7 @@ struct ty_exec {
   std::vector<ty::cpu::Fiber *> stopped_set; // of the rank that stands still
   uint64_t stopped_until = 0;                // 0: not yet; ~0: no more
   bool stands_still(const ty::cpu::Fiber &fiber);
+  uint64_t host_ns() const;    // the clock of waits of hosts
   uint64_t progress = 0;       // grows when something happened that a waiting fiber may have waited for
   uint64_t round_progress = 0; // its value when this round of pollers began
   uint32_t idle_rounds = 0;    // rounds without progress in a row
@@ -228,6 +229,7 @@ struct ty_exec {
   const ty::cpu::Block *starved = nullptr;
   uint32_t starve_left = 0;
   std::atomic<uint64_t> clock_ns{0}; // virtual (seeded mode)
+  uint64_t jumped_ns = 0;            // how much of it passed in jumps
   ty::cpu::RunningClock clock;       // free mode
   std::atomic<uint64_t> switches{0};
   uint64_t trace = 0xcbf29ce484222325ull;

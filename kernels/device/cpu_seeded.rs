@@ -2,7 +2,7 @@
 //!
 //! Place: tests and the simulator run it instead of a thread per rank. Everything runs on the calling thread: each
 //! rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the thread's
-//! waits (`base::wait`) yield to the scheduler, and their deadlines pass by the devices' clock. It never starts a
+//! waits (`base::wait`) yield to the scheduler, and their deadlines pass by the world's clock. It never starts a
 //! thread.
 
 use super::Device;
@@ -97,7 +97,7 @@ fn yield_fiber(site: &'static str, polls: u32) {
     }
 }
 
-/// The clock of the world's devices, by which deadlines on its fibers pass; elsewhere on its thread the system's.
+/// The world's clock, by which deadlines on its fibers pass; elsewhere on its thread the system's.
 fn fiber_now() -> Duration {
     // SAFETY: may be asked anywhere; the clock of a fiber's executor only on one.
     match unsafe { ffi::ty_exec_on_fiber() } {
@@ -107,17 +107,17 @@ fn fiber_now() -> Duration {
     }
 }
 
-/// Removes the hook, also when a panic is raised again.
-struct Hook;
+/// The thread waits as its fibers do, until this is dropped, also when a panic is raised again.
+struct WaitsOfFibers;
 
-impl Hook {
-    fn install() -> Hook {
+impl WaitsOfFibers {
+    fn begin() -> WaitsOfFibers {
         wait::set_fibers(Some(wait::Fibers { yield_fiber, now: fiber_now }));
-        Hook
+        WaitsOfFibers
     }
 }
 
-impl Drop for Hook {
+impl Drop for WaitsOfFibers {
     fn drop(&mut self) {
         wait::set_fibers(None);
     }
@@ -186,7 +186,7 @@ fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)
 }
 
 fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
-    let _hook = Hook::install();
+    let _waits = WaitsOfFibers::begin();
     let _here = RunsHere::new(exec);
     for task in tasks {
         let arg: *const HostTask<'_> = task;

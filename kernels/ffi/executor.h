@@ -57,7 +57,8 @@ int ty_exec_ending(void); // 1 on a host fiber that ty_exec_end_hosts resumed, e
 int ty_exec_on_fiber(void);
 // From a host fiber: progress was made outside the executor's sight (so that this round is no hang).
 void ty_exec_note_progress(void);
-// The devices' clock, on a fiber of a seeded world. While hosts end (ty_exec_end_hosts) it goes as the system's does.
+// On a fiber of a seeded world: the devices' clock, for which its jumps are shorter, since hosts' waits for kernels are
+// to outlast those of kernels. While hosts end (ty_exec_end_hosts) it goes as the system's does.
 uint64_t ty_exec_fiber_now_ns(void);
 
 // A stream runs its work in order; streams of one executor run concurrently. Any thread.

@@ -74,7 +74,7 @@ fn replay(world: &World, rig: &Rig) {
         rig.rows.fill(0xEE).unwrap();
         rig.route(&choices, salt);
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(count), &rig.output(rig.capacity)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         let first = read(&rig.rows);
         for way in 0..5 {
             let new = 40 + salt * 7 + way;
@@ -97,7 +97,7 @@ fn replay(world: &World, rig: &Rig) {
                     captured.unwrap();
                     graph.launch(&rig.stream).unwrap();
                     graph.launch(&rig.stream).unwrap();
-                    rig.stream.synchronize(patience()).unwrap();
+                    rig.stream.synchronize(PATIENCE).unwrap();
                 }
                 _ => {
                     // Another dispatch, and its combine, come between.
@@ -106,14 +106,14 @@ fn replay(world: &World, rig: &Rig) {
                     rig.ep.dispatch_again(&rig.stream, &handle, &new_rows(rig, count), &second.placed()).unwrap();
                 }
             }
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap_or_else(|error| panic!("way {way}, salt {salt}: {error}"));
             second.expect(rig, &first, world.size(), (salt, new));
         }
         // The handle is combined as ever.
         let rows = Rows::new(second.rows.view()).pitch_bytes(PITCH);
         rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
         for (token, choices) in choices.iter().enumerate() {
             let factor = if choices[1] < 0 { 0.5 } else { 1.0 };
@@ -163,7 +163,7 @@ fn other_count(world: &World, rig: &Rig, bad: usize) {
     rig.rows.fill(0xEE).unwrap();
     rig.route_all(1);
     let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-    rig.stream.synchronize(patience()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
     let first = read(&rig.rows);
     let mut last = 0;
     for wrong in [-1, 0, MAX_TOKENS as i32 - 1, MAX_TOKENS as i32 + 1] {
@@ -173,7 +173,7 @@ fn other_count(world: &World, rig: &Rig, bad: usize) {
         world.barrier("counts").unwrap();
         let tokens = new_rows(rig, 0).count(TokenCount::Device(rig.count.view()));
         rig.ep.dispatch_again(&rig.stream, &handle, &tokens, &second.placed()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         match rig.ep.check() {
             Err(error) => {
                 let text = error.to_string();
@@ -202,7 +202,7 @@ fn other_count(world: &World, rig: &Rig, bad: usize) {
     rig.good_round(2);
     second.fill(rig, MAX_TOKENS, 8);
     rig.ep.dispatch_again(&rig.stream, &handle, &new_rows(rig, MAX_TOKENS), &second.placed()).unwrap();
-    rig.stream.synchronize(patience()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();
     second.expect(rig, &first, world.size(), (1, 8));
 }
@@ -234,14 +234,14 @@ fn handles_of_two_dispatches_close_the_context() {
             let dispatch = |salt| {
                 rig.route_all(salt);
                 let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-                rig.stream.synchronize(patience()).unwrap();
+                rig.stream.synchronize(PATIENCE).unwrap();
                 handle
             };
             // The same routing, so that no row is missing.
             let handles = [dispatch(1), dispatch(1)];
             let handle = &handles[usize::from(rig.rank == 0)];
             rig.ep.dispatch_again(&rig.stream, handle, &new_rows(&rig, MAX_TOKENS), &second.placed()).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             world.barrier("all are closed").unwrap();
             let error = rig.ep.check().unwrap_err();
             let text = error.to_string();
@@ -279,7 +279,7 @@ fn wait_for_rows_of_another_handle(waits: usize) {
             let layout = Layout::Contiguous { align: 1, capacity: 2 * TOP_K * MANY };
             let output = Output::new(layout, rows.view(), rig.expert_count.view()).pitch_bytes(PITCH);
             let handle = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();
             handle
         };
@@ -312,11 +312,11 @@ fn handles_that_have_no_rows_to_go_to_are_reported() {
         // An output that was too small, on one rank.
         let capacity = if rig.rank == 0 { 1 } else { rig.capacity };
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(capacity)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         assert_eq!(rig.ep.check().is_err(), rig.rank == 0);
         let first = read(&rig.rows);
         again(&handle, new_rows(&rig, MAX_TOKENS)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         if rig.rank == 0 {
             let text = rig.ep.check().unwrap_err().to_string();
             assert!(text.contains("whose output was too small"), "{text}");
@@ -331,11 +331,11 @@ fn handles_that_have_no_rows_to_go_to_are_reported() {
             rig.idx.write(0, &99i32.to_ne_bytes()).unwrap();
         }
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         assert_eq!(rig.ep.check().is_err(), rig.rank == 1);
         let first = read(&rig.rows);
         again(&handle, new_rows(&rig, MAX_TOKENS)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
         second.expect(&rig, &first, 2, (1, 5));
         rig.good_round(3);
@@ -372,17 +372,17 @@ fn what_cannot_go_again_is_refused() {
         let graph = rig.stream.end_capture().unwrap();
         let captured = captured.unwrap();
         rig.ep.dispatch_again(&rig.stream, &captured, &new_rows(&rig, 3), &second.placed()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         let text = rig.ep.check().unwrap_err().to_string();
         assert!(text.contains("whose dispatch has not been received"), "{text}");
         graph.launch(&rig.stream).unwrap();
         rig.ep.dispatch_again(&rig.stream, &captured, &new_rows(&rig, 3), &second.placed()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
         // A half of another call.
         let sent = rig.ep.dispatch_again_send(&rig.stream, &handle, &new_rows(&rig, 3)).unwrap();
         rig.ep.dispatch_again(&rig.stream, &handle, &new_rows(&rig, 3), &second.placed()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         assert!(matches!(rig.ep.check(), Err(Error::Order { fatal: false, .. })));
         rig.ep.dispatch_again_recv(&rig.stream, sent, &second.placed()).unwrap();
         rig.good_round(2);
@@ -414,13 +414,13 @@ fn threads_agree_whether_their_context_is_closed() {
             let dispatch = || rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
             let (handles, third) = ([dispatch(), dispatch()], dispatch());
             let (beside, second) = (device.new_stream().unwrap(), Second::new(&rig));
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             for _ in 0..3 {
                 let _ = rig.ep.dispatch_again(&beside, &third, &new_rows(&rig, MAX_TOKENS), &second.placed());
             }
             // Of another dispatch on each rank, which closes the context.
             let _ = rig.ep.combine(&rig.stream, &handles[rank], &rig.expert_rows(), &rig.combined());
-            [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(patience()).unwrap());
+            [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
         });
         assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
     }
@@ -444,7 +444,7 @@ fn handles_and_choices_of_one_call_close_the_context() {
             let handle = dispatch();
             again(&handle);
             drop(dispatch());
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();
             world.barrier("alike so far").unwrap();
             if rig.rank == handle_on {
@@ -452,7 +452,7 @@ fn handles_and_choices_of_one_call_close_the_context() {
             } else {
                 drop(dispatch());
             }
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
             assert!(error.is_fatal(), "{error}");
             let text = error.to_string();
@@ -470,14 +470,14 @@ fn another_count_is_reported_once_a_call() {
         let second = Second::new(&rig);
         rig.route_all(1);
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         rig.count.write(0, &2i32.to_ne_bytes()).unwrap();
         let tokens = new_rows(&rig, 0).count(TokenCount::Device(rig.count.view()));
         let sent = rig.ep.dispatch_again_send(&rig.stream, &handle, &tokens).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         assert!(matches!(rig.ep.check(), Err(Error::Routing { .. })));
         rig.ep.dispatch_again_recv(&rig.stream, sent, &second.placed()).unwrap();
-        rig.stream.synchronize(patience()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
         assert_eq!(rig.ep.check(), Ok(()));
     });
 }

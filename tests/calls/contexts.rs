@@ -7,7 +7,7 @@ use crate::rig;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rig::{MAX_TOKENS, PATIENCE, Rig, builder, on_ranks, patience, test_device};
+use rig::{MAX_TOKENS, PATIENCE, Rig, builder, on_ranks, test_device};
 use tokenyard::internals::kernels::{SeededConfig, seeded_world};
 use tokenyard::*;
 
@@ -39,7 +39,7 @@ fn gpu(world: &World) -> Option<Device> {
 }
 
 fn expect(rig: &Rig, salt: usize) {
-    rig.stream.synchronize(patience()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
     rig.ep.check().unwrap();
     rig.expect_own_rows(MAX_TOKENS, salt);
 }
@@ -81,7 +81,7 @@ fn a_context_of_a_past_generation_is_refused_at_once() {
         expect(before.round(MAX_TOKENS, before.capacity).err());
         expect(AllToAll::builder(&world).build().err());
         expect(graph.launch(&before.stream).err());
-        before.stream.synchronize(patience()).unwrap();
+        before.stream.synchronize(PATIENCE).unwrap();
         assert!(start.elapsed() < std::time::Duration::from_secs(5), "without waiting for anybody");
         let after = Rig::new(&next);
         after.good_round(1);
@@ -162,7 +162,7 @@ fn starts_that_are_aligned_beyond_int32_are_refused_where_a_rank_has_no_experts(
 
 /// The context reports one half that was refused as another call's, and then nothing.
 fn expect_another_call(rig: &Rig) {
-    rig.stream.synchronize(patience()).unwrap();
+    rig.stream.synchronize(PATIENCE).unwrap();
     let error = rig.ep.check().unwrap_err();
     assert!(matches!(error, Error::Order { .. }) && !error.is_fatal(), "{error}");
     assert!(error.to_string().contains("by another call"), "{error}");
@@ -178,7 +178,7 @@ fn a_dispatch_that_another_call_sent_is_not_received() {
             rig.route_all(1);
             let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
             let extra = rig.ep.dispatch_send(&rig.stream, &rig.tokens(1)).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
             assert!(error.to_string().contains("another cannot be sent"), "{error}");
             let stranger = rig.ep.dispatch_recv(&rig.stream, extra, &rig.output(rig.capacity)).unwrap();
@@ -205,7 +205,7 @@ fn a_combine_that_another_call_sent_is_not_received() {
             let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
             let pitch = rig.expert_rows().pitch_bytes.unwrap();
             let extra = rig.ep.combine_send(&rig.stream, &handle, &Rows::new(zeros.view()).pitch_bytes(pitch)).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
             assert!(error.to_string().contains("another cannot be sent"), "{error}");
             rig.ep.combine_recv(&rig.stream, extra, &rig.combined()).unwrap();
@@ -268,10 +268,10 @@ fn the_first_launch_of_a_call_in_rounds_reports_why_it_is_refused() {
             rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
             let receive_back = rig.stream.end_capture().unwrap();
             [&send, &receive, &send_back, &send].iter().for_each(|graph| graph.launch(&rig.stream).unwrap());
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();
             receive_back.launch(&rig.stream).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err().to_string();
             assert!(error.contains("a handle whose dispatch has not been received"), "{round:?}: {error}");
             rig.ep.check().unwrap();
@@ -293,7 +293,7 @@ fn fused_calls_in_other_orders_need_streams_of_their_own_or_end_with_the_rule() 
                 rig.ep.combine(stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
             };
             let first = dispatch();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             world.barrier("first dispatched").unwrap();
             let scratch = rig.ep.device().alloc(rig.rows.len()).unwrap();
             let output = rig.output(rig.capacity).rows(scratch.view());
@@ -305,8 +305,8 @@ fn fused_calls_in_other_orders_need_streams_of_their_own_or_end_with_the_rule() 
                 drop(again());
                 combine(&first);
             }
-            rig.stream.synchronize(patience()).unwrap();
-            second.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            second.synchronize(PATIENCE).unwrap();
             if own_stream {
                 rig.ep.check().unwrap();
                 rig.expect_own_rows(MAX_TOKENS, 1);
@@ -336,7 +336,7 @@ fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
             world.barrier("all have dispatched").unwrap();
             let handle = &handles[usize::from(rank != 1)];
             rig.ep.combine(&rig.stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
             let text = error.to_string();
             let expected = match rank {
@@ -378,7 +378,7 @@ fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
         let counts = device.alloc(rig::EXPERTS * 4).unwrap();
         let mut others = Vec::new();
         if matches!(meanwhile, Meanwhile::Dispatches | Meanwhile::Barriers) {
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
         }
         // A context that is closed by then refuses them.
         match meanwhile {
@@ -395,7 +395,7 @@ fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
         } else {
             rig.ep.combine(&rig.stream, &handles[rank], &rig.expert_rows(), &rig.combined()).unwrap();
         }
-        [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(patience()).unwrap());
+        [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
         let error = rig.ep.check().unwrap_err();
         assert!(matches!(error, Error::Order { .. }) && error.is_fatal(), "seed {seed}: {error}");
     });
@@ -432,7 +432,7 @@ fn launches_of_a_closed_context_report_nothing() {
             let output = rig.output(rig.capacity).zero_padding(true);
             let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
             rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             assert_eq!(rig.ep.check(), Ok(()), "seed {seed}");
         });
         assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
@@ -456,7 +456,7 @@ fn calls_of_two_threads_do_not_mix_their_launches() {
                     });
                 }
             });
-            rig.stream.synchronize(patience()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
             assert_eq!(rig.ep.check(), Ok(()));
         }
         rig.good_round(1);

@@ -6,7 +6,7 @@ mod schedules;
 
 use crate::rig;
 
-use rig::{EXPERTS, HIDDEN, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, on_ranks, patience, test_device, values};
+use rig::{EXPERTS, HIDDEN, MAX_TOKENS, PATIENCE, Rig, TOP_K, builder, on_ranks, test_device, values};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tokenyard::internals::kernels::{SeededConfig, Stopped, seeded_world};
@@ -163,7 +163,7 @@ impl Member {
         } else {
             ep.dispatch(stream, &tokens, &output)?
         };
-        stream.synchronize(patience())?;
+        stream.synchronize(PATIENCE)?;
         ep.check().map(|()| handle)
     }
 
@@ -182,7 +182,7 @@ impl Member {
         } else {
             ep.combine(stream, handle, &self.rows(), &self.rig.combined())?;
         }
-        stream.synchronize(patience())?;
+        stream.synchronize(PATIENCE)?;
         ep.check()
     }
 
@@ -219,7 +219,7 @@ impl Member {
                 self.combine(call, &handle).unwrap();
             }
         }
-        stream.synchronize(patience()).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
     }
 
     fn round(&self, call: Call) -> Result<()> {
@@ -329,7 +329,7 @@ impl Member {
     fn mask(&self) -> Vec<i32> {
         let view = self.rig.ep.rank_mask().unwrap();
         self.rig.stream.copy(&self.spare.view(), &view).unwrap();
-        self.rig.stream.synchronize(patience()).unwrap();
+        self.rig.stream.synchronize(PATIENCE).unwrap();
         words(&self.spare)
     }
 }
@@ -386,7 +386,7 @@ fn a_masked_rank_gets_nothing_is_awaited_by_nobody_and_adds_nothing() {
                 let without = all_but(4, &[2], Came::Not);
                 good_rounds(&member, 6..18, &without);
                 ep.barrier(stream).unwrap();
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
                 // Nobody unmasks a rank, and nobody masks himself.
                 member.spare.fill(0).unwrap();
                 member.spare.write(4 * rank, &1i32.to_ne_bytes()).unwrap();
@@ -425,7 +425,7 @@ fn nothing_is_stored_in_the_arena_of_a_masked_rank() {
                 let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
                 rig.ep.combine(&rig.stream, combines.unwrap_or(&handle), &rows, &rig.combined()).unwrap();
                 rig.ep.barrier(&rig.stream).unwrap();
-                rig.stream.synchronize(patience()).unwrap();
+                rig.stream.synchronize(PATIENCE).unwrap();
                 rig.ep.check().unwrap();
                 handle
             };
@@ -465,7 +465,7 @@ fn ranks_that_wait_for_each_other_mask_each_other_after_some_deadlines() {
         world.barrier("begin").unwrap();
         if member.rig.rank == 0 {
             ep.barrier(stream).unwrap();
-            stream.synchronize(patience()).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
         }
         let handle = member.dispatch(call).unwrap();
         let came: Vec<_> = (0..2).map(|rank| if rank == member.rig.rank { Came::Whole } else { Came::Not }).collect();
@@ -493,7 +493,7 @@ fn who_is_masked_masks_the_other() {
             let (start, stream) = (Instant::now(), &member.rig.stream);
             for _ in 0..4 {
                 member.rig.ep.barrier(stream).unwrap();
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
                 member.rig.ep.check().unwrap();
             }
             assert!(start.elapsed() < LONG / 2, "{:?}", start.elapsed());
@@ -551,7 +551,7 @@ fn silence(stop: Stop, first: usize) {
         let output = member.output(output).wait_times(times.view().slice(0, 32).unwrap());
         let handle = if stop == BeforeDispatch && call.layout == 0 && !call.halves {
             let handle = ep.dispatch(stream, &member.tokens(), &output).unwrap();
-            stream.synchronize(patience()).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
             ep.check().unwrap();
             let waited = read(times).as_chunks::<8>().0[VICTIM];
             assert!(Duration::from_nanos(u64::from_ne_bytes(waited)) >= deadline, "{waited:?}");
@@ -566,7 +566,7 @@ fn silence(stop: Stop, first: usize) {
         assert_eq!(member.wrong_sums(call, &adds(came)), None, "{stop:?} {call:?}");
         if stop == BeforeBarrier {
             ep.barrier(stream).unwrap();
-            stream.synchronize(patience()).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
             ep.check().unwrap();
         } else if stop == AfterCombineSend {
             member.put(Call::number(first + 1));
@@ -709,11 +709,11 @@ fn a_rank_that_is_late_for_one_rank_alone_splits_nobody_else() {
         }
         masked.fetch_add(usize::from(rank == 0), Ordering::Release);
         for _ in 0..5 {
-            stream.synchronize(patience()).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
             ep.check().unwrap();
             ep.barrier(stream).unwrap();
         }
-        stream.synchronize(patience()).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
         assert_eq!(member.mask(), [[0, 1, 0], [1, 0, 0], [0; 3]][rank], "rank {rank}");
     });
 }
@@ -741,7 +741,7 @@ fn own_rows_come_behind_weights_that_do_not() {
             if rank == 1 {
                 begun.store(1, Ordering::Release);
                 let _ = ep.combine(stream, &handle, &member.rows(), &member.rig.combined());
-                let _ = stream.synchronize(patience());
+                let _ = stream.synchronize(PATIENCE);
                 return;
             }
             for looks in 0.. {
@@ -749,10 +749,10 @@ fn own_rows_come_behind_weights_that_do_not() {
                     break;
                 }
                 stream.copy(&member.spare.view(), &ep.rank_mask().unwrap()).unwrap();
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
             }
             ep.combine(stream, &handle, &member.rows(), &member.rig.combined()).unwrap();
-            stream.synchronize(patience()).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
             ep.check().unwrap_or_else(|error| panic!("seed {seed}, after {after}: {error}"));
             let wrong = [true, false].map(|adds| member.wrong_sums(call, &[true, adds]));
             assert!(wrong.contains(&None), "seed {seed}, after {after}: {wrong:?}");
@@ -789,7 +789,7 @@ fn replays_honour_the_mask() {
             for _ in 0..3 {
                 member.put(call);
                 graph.launch(stream).unwrap();
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
                 ep.check().unwrap();
                 assert_eq!(member.wrong_rows(call, &came), None);
             }
@@ -814,7 +814,7 @@ fn a_mask_ends_a_wait() {
         let _handle = ep.dispatch(stream, &member.tokens(), &member.output(call)).unwrap();
         std::thread::sleep(Duration::from_millis(50));
         ep.mask_rank(Rank(1)).unwrap();
-        stream.synchronize(patience()).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
         assert!(start.elapsed() < LONG / 2);
         ep.check().unwrap();
         assert_eq!(member.wrong_rows(call, &[Came::Whole, Came::Not]), None);

@@ -16,12 +16,6 @@ pub const EXPERTS: usize = 8;
 pub const TOP_K: usize = 2;
 pub const MAX_TOKENS: usize = 4;
 pub const PATIENCE: Duration = Duration::from_secs(20);
-
-/// `PATIENCE`; in a world of one thread, whose clock is moved on until deadlines of kernels pass, longer than those.
-pub fn patience() -> Duration {
-    if internals::base::wait::has_fibers() { Duration::from_secs(24 * 3600) } else { PATIENCE }
-}
-
 const PITCH: usize = HIDDEN * 2;
 
 pub struct Rig {
@@ -163,7 +157,7 @@ impl Rig {
     /// The same of these tokens.
     pub fn round_of(&self, tokens: &Tokens, capacity: usize) -> Result<()> {
         let _handle = self.enqueue(tokens, capacity)?;
-        self.stream.synchronize(patience())?;
+        self.stream.synchronize(PATIENCE)?;
         self.check()
     }
 

@@ -130,7 +130,7 @@ fn masks_at_any_time_between_nodes_tear_nothing() {
                 }
                 for _ in 0..wait {
                     looks.copy(&member.spare.view(), &ep.rank_mask().unwrap()).unwrap();
-                    looks.synchronize(patience()).unwrap();
+                    looks.synchronize(PATIENCE).unwrap();
                 }
                 ep.mask_rank(Rank(whom as u32)).unwrap();
             };
@@ -140,13 +140,13 @@ fn masks_at_any_time_between_nodes_tear_nothing() {
                 member.put(call);
                 let handle = ep.dispatch(stream, &member.tokens(), &member.output(call)).unwrap();
                 act(round, false);
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
                 ep.check().unwrap_or_else(|error| panic!("{what}: {error}"));
                 assert_eq!(any_source(&member, call), None, "{what} {:?}", member.mask());
                 member.compute(call);
                 ep.combine(stream, &handle, &member.rows(), &member.rig.combined()).unwrap();
                 act(round, true);
-                stream.synchronize(patience()).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
                 ep.check().unwrap_or_else(|error| panic!("{what}: {error}"));
                 assert_eq!(member.wrong_sums_of_any(call, &any_owners()), None, "{what} {:?}", member.mask());
             }
