@@ -306,9 +306,11 @@ GROUPS = [
         ("a handle whose dispatch never ran combined", "kernels/combine/combine.cuh",
          "handle_state != a.handle.serial", "handle_state == TY_HANDLE_EMPTY"),
     ]),
+    ("test", "contexts", [
+        ("kernels outlast the hosts that wait for them", "kernels/cpu/schedule.cpp", "host_share = 64", "host_share = 1"),
+    ]),
     ("test", "device", [
         ("time runs for hosts that end", "kernels/cpu/schedule.cpp", "static_cast<uint64_t>(since.count())", "1000 * static_cast<uint64_t>(since.count())"),
-        ("kernels outlast the hosts that wait for them", "kernels/cpu/schedule.cpp", "host_share = 64", "host_share = 1"),
     ]),
     ("test", "refusals", [
         ("a pitch of half a vector taken", "bindings/api/needs.rs",
