@@ -366,21 +366,21 @@ python() {
     fi
     # One after the other, as they share a cache.
     echo ".venv-python/bin/mypy && .venv-python/bin/python -m mypy.stubtest tokenyard._native"
-  } | at_a_time 2
+  } | two_at_a_time
   # One of fourteen, since CI has little time; without options it runs all.
   python3 tests/python_mutants.py --one-in 14
 }
 
-# Runs the commands of stdin, a line each, so many at a time, of which each keeps about one core busy; prints what each
-# wrote once it has ended.
-at_a_time() {
+# Runs the commands of stdin, a line each, of which each keeps about one core busy; prints what each wrote once it has
+# ended.
+two_at_a_time() {
   # shellcheck disable=SC2016
-  xargs -P "$1" -I '{}' bash -c 'status=0; text=$(exec 2>&1; {}) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
+  xargs -P 2 -I '{}' bash -c 'status=0; text=$(exec 2>&1; {}) || status=$?; printf "%s\n%s\n" "{}" "$text"; exit $status'
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer. It is in a folder
-# of its own, since it is built beside tests: g++ takes most of the time, on one core. It optimises little, which takes
-# half the time of a build that optimises more, and what runs takes as long.
+# of its own, since it is built beside the Python package's tests: g++ takes most of the time, on one core. It optimises
+# little, which takes half the time of a build that optimises more, and what runs takes as long.
 sanitized_build=(env TOKENYARD_SANITIZE=address,undefined CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0
   cargo build --no-default-features --features cli --target-dir target/sanitized)
 release_verify='target/release/tokenyard verify'
@@ -422,7 +422,7 @@ worlds() {
 verify() {
   say "verify, schedules, messages that are tampered with, and sanitizers"
   ended sanitized_ahead || true # what follows says why
-  worlds | at_a_time 2
+  worlds | two_at_a_time
 }
 
 sanitize() { wanted verify || verify; }

@@ -310,7 +310,7 @@ GROUPS = [
         ("kernels outlast the hosts that wait for them", "kernels/cpu/schedule.cpp", "host_share = 64", "host_share = 1"),
     ]),
     ("test", "device", [
-        ("time runs for hosts that end", "kernels/cpu/schedule.cpp", "static_cast<uint64_t>(since.count())", "1000 * static_cast<uint64_t>(since.count())"),
+        ("time runs ahead for hosts that end", "kernels/cpu/schedule.cpp", "static_cast<uint64_t>(since.count())", "1000 * static_cast<uint64_t>(since.count())"),
     ]),
     ("test", "refusals", [
         ("a pitch of half a vector taken", "bindings/api/needs.rs",
